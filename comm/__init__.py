@@ -1,0 +1,1 @@
+"""Layouts, the conversions between them, strategies, the ledger, and the ranks that run them."""

@@ -1,0 +1,1 @@
+"""The speculative loop: requests, drafting, verification, and what a run returns."""

@@ -1,0 +1,145 @@
+"""A whole generation job on one rank: load, decode in batches, and say what happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lockstep.comm.group import Group
+from lockstep.engine.requests import Committed, Job, Progress
+from lockstep.engine.sequence import Sequence
+from lockstep.engine.settings import Settings
+from lockstep.engine.speculate import Batch, Clock
+from lockstep.models.checkpoint import Checkpoint, open_checkpoint
+from lockstep.models.config import check
+from lockstep.models.load import Loaded, load
+from lockstep.models.weights import Shard
+
+Emit = Callable[[Any], None]
+
+
+def generate(group: Group, emit: Emit, job: Job) -> dict[str, Any]:
+    """Run `job` as one rank of its group. Every rank returns the same result; rank 0 emits Progress and Committed."""
+    checkpoint = open_checkpoint(job.model)
+    check(checkpoint.config, job.tp, job.strategy.placement, job.draft_tokens)
+    tell = emit if group.rank == 0 else _silent
+    began = time.perf_counter()
+    loaded = load_for(job, checkpoint, group, tell)
+    load_s = time.perf_counter() - began
+    settings = Settings(
+        group, job.strategy, job.draft_tokens, job.recycle, job.prefill_chunk, kernel_for(job.expert_kernel)
+    )
+    sequences = sequences_of(job, checkpoint)
+    clocks = []
+    for start in range(0, len(sequences), job.batch):
+        batch = Batch(loaded.model, settings, sequences[start : start + job.batch])
+        batch.decode(tell)
+        clocks.append(batch.clock)
+        tell(Progress("decode", min(start + job.batch, len(sequences)), len(sequences)))
+    return {
+        "effective": effective(job, checkpoint, settings),
+        "requests": [_request(s) for s in sequences],
+        "acceptance": acceptance(sequences, job.draft_tokens),
+        "timings": {"load_s": load_s} | timings(clocks, sequences),
+        "ledger": group.ledger.rows(),
+        "notes": [*job.strategy.notes, *loaded.notes],
+    }
+
+
+def load_for(job: Job, checkpoint: Checkpoint, group: Group, emit: Emit) -> Loaded:
+    """This rank's part of the job's model."""
+    return load(
+        checkpoint,
+        job.strategy.placement,
+        Shard(group.rank, group.size),
+        draft_tokens=job.draft_tokens,
+        dtype=dtype_of(job, checkpoint),
+        device=group.device,
+        progress=lambda done, total: emit(Progress("load", done, total)),
+    )
+
+
+def dtype_of(job: Job, checkpoint: Checkpoint) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, checkpoint.config.dtype if job.dtype == "auto" else job.dtype)
+    return dtype
+
+
+def kernel_for(asked: str) -> str:
+    """The expert kernel to use: the sorted loop wins at every row count on a CPU (benchmarks)."""
+    return "loop" if asked == "auto" else asked
+
+
+def sequences_of(job: Job, checkpoint: Checkpoint) -> list[Sequence]:
+    eos = frozenset() if job.ignore_eos else checkpoint.eos_ids
+    most = checkpoint.config.max_position
+    return [
+        Sequence(i, prompt, min(len(prompt) + job.max_new_tokens, most), eos) for i, prompt in enumerate(job.prompts)
+    ]
+
+
+def effective(job: Job, checkpoint: Checkpoint, settings: Settings) -> dict[str, Any]:
+    """What really ran: every strategy field, and what the defaults became."""
+    return job.strategy.as_dict() | {
+        "tp": settings.group.size,
+        "dtype": str(dtype_of(job, checkpoint)).removeprefix("torch."),
+        "device": settings.group.device.type,
+        "draft_tokens": job.draft_tokens,
+        "mtp_layers": min(job.draft_tokens, len(checkpoint.config.mtp)),
+        "recycle": job.recycle,
+        "prefill_chunk": job.prefill_chunk,
+        "batch": job.batch,
+        "expert_kernel": settings.kernel,
+    }
+
+
+def _request(sequence: Sequence) -> dict[str, Any]:
+    return {
+        "prompt_ids": list(sequence.prompt),
+        "tokens": sequence.generated,
+        "finish_reason": sequence.finish_reason,
+        "rounds": [{"drafts": r.drafts, "accepted": r.accepted} for r in sequence.rounds],
+    }
+
+
+def acceptance(sequences: list[Sequence], draft_tokens: int) -> dict[str, Any]:
+    """Raw counts per draft position, and their means over the rounds that drafted anything."""
+    rounds = [r for s in sequences for r in s.rounds if r.drafts]
+    positions = [
+        {"drafted": sum(len(r.drafts) > i for r in rounds), "accepted": sum(r.accepted > i for r in rounds)}
+        for i in range(draft_tokens)
+    ]
+    accepted = sum(r.accepted for r in rounds)
+    return {
+        "per_position": positions,
+        "rounds": sum(len(s.rounds) for s in sequences),
+        "drafted": sum(len(r.drafts) for r in rounds),
+        "accepted": accepted,
+        "mean_accepted": accepted / len(rounds) if rounds else None,
+    }
+
+
+def timings(clocks: list[Clock], sequences: list[Sequence]) -> dict[str, Any]:
+    """Seconds, and tokens per second of the rounds (`decode`) and of everything but loading (`total`)."""
+    prefill = sum(c.prefill for c in clocks)
+    decode = sum(seconds for c in clocks for seconds, _ in c.rounds)
+    in_rounds = sum(count for c in clocks for _, count in c.rounds)
+    generated = sum(len(s.generated) for s in sequences)
+    return {
+        "prefill_s": prefill,
+        "decode_s": decode,
+        "first_token_s": [round(t, 6) for c in clocks for t in c.first_token],
+        "rounds": sum(len(c.rounds) for c in clocks),
+        "tokens": generated,
+        "decode_tokens_per_s": in_rounds / decode if decode else None,
+        "tokens_per_s": generated / (prefill + decode) if prefill + decode else None,
+    }
+
+
+def _silent(event: object) -> None:
+    pass
+
+
+__all__ = ["Committed", "generate"]

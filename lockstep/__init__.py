@@ -1,0 +1,1 @@
+"""Distributed speculative decoding of mixture-of-experts models with MTP heads."""

@@ -1,0 +1,96 @@
+"""What a model remembers of each sequence. `keep` forgets the rows that were drafted and not accepted.
+
+B sequences, C slots, G key-value heads here, K key features, D value features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lockstep.models.rows import Rows
+
+
+class MixerCache(Protocol):
+    """One layer's memory. The engine never asks which kind it is."""
+
+    def keep(self, lengths: Sequence[int]) -> None:
+        """Forget everything past the first `lengths[b]` rows of each sequence b."""
+
+    def select(self, sequences: Tensor) -> None:
+        """Keep only these sequences, in this order."""
+
+    def num_bytes(self) -> int: ...
+
+
+class KVCache:
+    """Keys and values by slot. With `values` None (MLA) a row's value is the first part of its key."""
+
+    def __init__(
+        self,
+        batch: int,
+        slots: int,
+        heads: int,
+        key: int,
+        value: int | None,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.keys = torch.zeros(batch, heads, slots, key, dtype=dtype, device=device)
+        self.own_values = None if value is None else torch.zeros(batch, heads, slots, value, dtype=dtype, device=device)
+
+    def write(self, rows: Rows, keys: Tensor, values: Tensor | None) -> None:
+        """Store [T, G, K] and [T, G, D] at the rows' slots."""
+        self.keys[rows.sequence, :, rows.slots] = keys
+        if self.own_values is not None and values is not None:
+            self.own_values[rows.sequence, :, rows.slots] = values
+
+    def keep(self, lengths: Sequence[int]) -> None:
+        """Nothing to do: no row sees a slot past its own, and new rows overwrite the forgotten slots first."""
+
+    def select(self, sequences: Tensor) -> None:
+        self.keys = self.keys[sequences]
+        if self.own_values is not None:
+            self.own_values = self.own_values[sequences]
+
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (self.keys, self.own_values) if t is not None)
+
+
+class Cache:
+    """The memories of a stack of layers, and how many rows of each sequence they hold."""
+
+    def __init__(self, layers: Iterable[MixerCache], batch: int) -> None:
+        self.layers = list(layers)
+        self.lengths = [0] * batch
+
+    def rows(self, counts: Sequence[int], device: torch.device, shift: Sequence[int] | int = 0) -> Rows:
+        """The next `counts[b]` rows of each sequence."""
+        return Rows(counts, self.lengths, device, shift)
+
+    def extend(self, rows: Rows) -> None:
+        """Count rows that a forward has written."""
+        self.lengths = [rows.length(b) for b in range(len(self.lengths))]
+
+    def keep(self, lengths: Sequence[int]) -> None:
+        """Forget all but the first `lengths[b]` rows of each sequence."""
+        for b, (kept, held) in enumerate(zip(lengths, self.lengths, strict=True)):
+            if not 0 <= kept <= held:
+                raise ValueError(f"sequence {b} cannot keep {kept} of {held} cached rows")
+        for layer in self.layers:
+            layer.keep(lengths)
+        self.lengths = list(lengths)
+
+    def select(self, sequences: Sequence[int], device: torch.device) -> None:
+        """Keep only these sequences, in this order."""
+        index = torch.tensor(sequences, dtype=torch.long).to(device)
+        for layer in self.layers:
+            layer.select(index)
+        self.lengths = [self.lengths[b] for b in sequences]
+
+    def num_bytes(self) -> int:
+        return sum(layer.num_bytes() for layer in self.layers)

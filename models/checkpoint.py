@@ -1,0 +1,100 @@
+"""A checkpoint folder, read by its headers only: config, tensor names, shapes, and which file holds each.
+
+Nothing here imports torch or reads a weight.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from lockstep.comm.errors import UsageError
+from lockstep.models import families
+from lockstep.models.config import Config
+
+# Where engines and training codes put the decoder: the rest of a key is the same everywhere.
+PREFIX = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a file, under the key it has there."""
+
+    file: Path
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    raw: dict[str, Any]
+    config: Config
+    generation: dict[str, Any]
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Ids that end a text: generation_config.json's where it names any, else config.json's."""
+        for source in (self.generation, self.raw, self.raw.get("text_config") or {}):
+            ids = source.get("eos_token_id")
+            if ids is not None:
+                return frozenset(ids if isinstance(ids, list) else [ids])
+        return frozenset()
+
+    def tensors(self) -> dict[str, Stored]:
+        """Every tensor by its key without prefix. Raises UsageError naming a missing or damaged file."""
+        found: dict[str, Stored] = {}
+        for file in self._files():
+            try:
+                with safe_open(file, framework="numpy") as handle:
+                    for key in handle.keys():  # noqa: SIM118 (the handle itself is not iterable)
+                        part = handle.get_slice(key)
+                        name = PREFIX.sub("", key)
+                        if name in found:
+                            raise UsageError(f"{file}: {key} stands for {name}, which {found[name].key} does already")
+                        found[name] = Stored(file, key, tuple(part.get_shape()), part.get_dtype())
+            except (SafetensorError, OSError) as error:
+                raise UsageError(f"{file} is damaged or incomplete ({error}); download it again") from None
+        return found
+
+    def _files(self) -> list[Path]:
+        index = self.folder / "model.safetensors.index.json"
+        if index.exists():
+            names = sorted(set(_json(index)["weight_map"].values()))
+        elif (self.folder / "model.safetensors").exists():
+            names = ["model.safetensors"]
+        else:
+            raise UsageError(f"{self.folder} has no model.safetensors and no model.safetensors.index.json")
+        missing = [name for name in names if not (self.folder / name).exists()]
+        if missing:
+            raise UsageError(f"{self.folder} lacks {', '.join(missing)}, which {index.name} names; download it again")
+        return [self.folder / name for name in names]
+
+
+def open_checkpoint(folder: str | Path) -> Checkpoint:
+    """Read a folder's configuration. Raises UsageError when it is not a checkpoint of a known family."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UsageError(f"model {folder} is not a folder; give a checkpoint folder, or the built-in model `demo`")
+    file = folder / "config.json"
+    if not file.exists():
+        raise UsageError(f"{folder} has no config.json; give the folder of a Hugging Face checkpoint")
+    raw = _json(file)
+    generation = folder / "generation_config.json"
+    return Checkpoint(folder, raw, families.read(raw, str(file)), _json(generation) if generation.exists() else {})
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise UsageError(f"{file} holds no JSON object")
+    return value

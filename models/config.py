@@ -1,0 +1,181 @@
+"""What a model is, as frozen values: a family translates a Hugging Face config.json into these, once.
+
+Nothing here imports torch, so bad input is refused before anything heavy is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from lockstep.comm.errors import UsageError
+from lockstep.comm.strategy import Placement
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN context extension (Peng et al., 2023) as DeepSeek parametrises it."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+    attention_factor: float | None
+    truncate: bool = True
+
+    def table_scale(self) -> float:
+        """What cos and sin are multiplied by."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return _mscale(self.factor, self.mscale) / _mscale(self.factor, self.mscale_all_dim)
+        return _mscale(self.factor, 1.0)
+
+    def softmax_scale(self) -> float:
+        """What MLA multiplies its softmax scale by."""
+        return _mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of the first `dim` features of a head; `interleaved` pairs (0, 1), else (0, dim / 2)."""
+
+    dim: int
+    theta: float
+    interleaved: bool
+    yarn: Yarn | None = None
+
+
+@dataclass(frozen=True)
+class MLA:
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values live in one compressed row per token."""
+
+    heads: int
+    q_lora: int | None
+    kv_lora: int
+    nope: int
+    rope: int
+    value: int
+    bias: bool
+    norm_eps: float
+    softmax_scale: float
+
+
+@dataclass(frozen=True)
+class GQA:
+    """Grouped-query attention (Ainslie et al., 2023) with optional per-head query and key norms."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    bias: bool
+    qk_norm: bool
+
+
+@dataclass(frozen=True)
+class Router:
+    """Which experts a row goes to: scores, a selection bias, groups of experts, and the weights' scaling."""
+
+    experts: int
+    top_k: int
+    groups: int
+    top_groups: int
+    normalise: bool
+    scale: float
+
+
+@dataclass(frozen=True)
+class MoE:
+    """Routed experts of width `inter`, and one shared expert of width `shared_inter` (0: none)."""
+
+    router: Router
+    inter: int
+    shared_inter: int
+
+
+@dataclass(frozen=True)
+class Dense:
+    """One gated MLP of width `inter`."""
+
+    inter: int
+
+
+@dataclass(frozen=True)
+class Layer:
+    mixer: MLA | GQA
+    ffn: MoE | Dense
+
+
+@dataclass(frozen=True)
+class Config:
+    """A model, whatever its family. `mtp` are the decoder layers of its MTP blocks.
+
+    `mtp_names` maps the names of an MTP block's parts here to checkpoint keys, `{i}` being the block's number and
+    `{n}` that number counted on from the model's own layers. `ignored` are key prefixes that hold nothing we use.
+    """
+
+    family: str
+    hidden: int
+    vocab: int
+    max_position: int
+    eps: float
+    rope: Rope
+    tied: bool
+    dtype: str
+    layers: tuple[Layer, ...]
+    mtp: tuple[Layer, ...]
+    mtp_names: tuple[tuple[str, str], ...]
+    ignored: tuple[str, ...] = ()
+
+    def checkpoint_name(self, name: str) -> str:
+        """The key, without its `model.` prefix, under which a checkpoint of this family keeps our parameter `name`."""
+        if not name.startswith("mtp."):
+            return name
+        number, _, rest = name.removeprefix("mtp.").partition(".")
+        for ours, theirs in self.mtp_names:
+            if rest.startswith(ours):
+                place = theirs.format(i=number, n=len(self.layers) + int(number))
+                return place + rest.removeprefix(ours)
+        raise KeyError(name)
+
+
+def check(config: Config, tp: int, placement: Placement, draft_tokens: int) -> None:
+    """Refuse what cannot be split over `tp` ranks, or drafted without an MTP block. Raises UsageError."""
+    if draft_tokens and not config.mtp:
+        raise UsageError(f"this {config.family} checkpoint has no MTP layers to draft with: use --draft-tokens 0")
+    for layer in (*config.layers, *config.mtp):
+        mixer, ffn = layer.mixer, layer.ffn
+        _divides(tp, mixer.heads, "attention heads")
+        if isinstance(mixer, GQA) and tp % mixer.kv_heads and mixer.kv_heads % tp:
+            usable = [p for p in _divisors(mixer.heads) if not (p % mixer.kv_heads and mixer.kv_heads % p)]
+            raise UsageError(
+                f"--tp {tp} neither divides nor is a multiple of the {mixer.kv_heads} key-value heads: "
+                f"use one of {_list(usable)}"
+            )
+        if isinstance(ffn, Dense):
+            _divides(tp if placement.dense == "sliced" else 1, ffn.inter, "columns of the dense MLP")
+            continue
+        if placement.experts == "owned":
+            _divides(tp, ffn.router.experts, "experts")
+        else:
+            _divides(tp, ffn.inter, "columns of an expert")
+        _divides(tp if placement.shared == "sliced" else 1, ffn.shared_inter, "columns of the shared expert")
+
+
+def _divides(tp: int, count: int, what: str) -> None:
+    if count % tp:
+        raise UsageError(f"--tp {tp} does not divide the {count} {what}: use one of {_list(_divisors(count))}")
+
+
+def _divisors(count: int) -> list[int]:
+    return [p for p in range(1, min(count, 64) + 1) if count % p == 0]
+
+
+def _list(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -80,7 +80,7 @@ class Drafter:
             last = torch.tensor(counts)[running].cumsum(0).to(joined.device) - 1
             head = self.model.draft_head(block)
             at = f"mtp.{block}.head"
-            best = greedy(head, out.normed.data[last], self.settings.group, self.settings.strategy.head, at)
+            best = greedy(head, out.rows(at)[last], self.settings.group, self.settings.strategy.head, at)
             for b, token in zip(running, tell(best, len(running), self.settings.group, "decide"), strict=True):
                 drafts[b].append(token)
             parts = self._recycled(out).split([counts[b] for b in running])
@@ -114,10 +114,7 @@ class Drafter:
         return self.model.draft(j, ids, Activation(hidden, REPLICATED, len(tokens)), step, cache)
 
     def _recycled(self, out: Exit) -> Tensor:
-        if self.settings.recycle == "post-norm":
-            return out.normed.data
-        assert out.raw is not None, "strategy.check_recycle refuses pre-norm where the exit moves only normed rows"
-        return out.raw.data
+        return out.rows("recycle") if self.settings.recycle == "post-norm" else out.raw_rows("recycle")
 
     def _forget(self, sequences: List[Sequence], rows: List[Tensor | None]) -> None:
         """Drop the cached rows that joined a draft, and keep the hidden rows to make them anew."""

@@ -48,9 +48,10 @@ class Tokenizer:
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """`special_tokens`: with the BOS that tokenizer.json puts first, if any. A chat template writes its own."""
         try:
-            return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
-        except UnicodeEncodeError:
+            text.encode("utf-8")
+        except UnicodeEncodeError:  # half a surrogate pair, or bytes of a command line that were no text
             raise UsageError("the text is not valid UTF-8") from None
+        return list(self._tokenizer.encode(text, add_special_tokens=special_tokens).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Special tokens (EOS and the like) are left out."""

@@ -82,7 +82,7 @@ class Batch:
         parts = [[s.tokens[-1], *d] for s, d in zip(sequences, drafts, strict=True)]
         out = self._forward(parts)
         group, how = self.settings.group, self.settings.strategy.head
-        choice = greedy(self.model.lm_head, out.normed.data, group, how, "head")
+        choice = greedy(self.model.lm_head, out.rows("head"), group, how, "head")
         committed = verify(choice, sequences, drafts, group)
         self.cache.keep([len(s.tokens) - 1 for s in sequences])
         self._feed(out, parts, committed)
@@ -99,10 +99,10 @@ class Batch:
         """Give the drafter the first `kept[b]` of each sequence's rows."""
         if self.drafter is None:
             return
-        row = 0
+        row, hidden = 0, out.rows("recycle")
         for b, (part, count) in enumerate(zip(parts, kept, strict=True)):
             if count:
-                self.drafter.feed(b, out.normed.data[row : row + count])
+                self.drafter.feed(b, hidden[row : row + count])
             row += len(part)
 
     def _commit_first(self, out: Exit, parts: list[list[int]], ends: list[int]) -> None:
@@ -111,7 +111,7 @@ class Batch:
             row += len(part)
             last.append(row - 1)
         group, how = self.settings.group, self.settings.strategy.head
-        hidden = out.normed.data[torch.tensor([last[b] for b in ends]).to(group.device)]
+        hidden = out.rows("head")[torch.tensor([last[b] for b in ends]).to(group.device)]
         choice = greedy(self.model.lm_head, hidden, group, how, "head")
         for b, token in zip(ends, tell(choice, len(ends), group, "decide"), strict=True):
             self.sequences[b].start(token)

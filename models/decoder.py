@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 
+from lockstep.comm.errors import LayoutError
 from lockstep.comm.layout import PARTIAL, REPLICATED, SHARDED, Activation
 from lockstep.comm.strategy import Placement
 from lockstep.models import config as cfg
@@ -78,6 +79,16 @@ class Exit:
 
     normed: Activation
     raw: Activation | None
+
+    def rows(self, at: str) -> Tensor:
+        """The normed rows [T, H], all of them: what a head takes, and what is recycled after the norm."""
+        return self.normed.expect(REPLICATED, at)
+
+    def raw_rows(self, at: str) -> Tensor:
+        """The rows [T, H] from before the norm, which an exit that moves only normed rows does not have."""
+        if self.raw is None:
+            raise LayoutError(f"{at} recycles rows from before the norm, which this strategy's exit does not move")
+        return self.raw.expect(REPLICATED, at)
 
 
 def leave(x: Stream, norm: RMSNorm, step: Step, at: str) -> Exit:

@@ -56,6 +56,7 @@ class Pool:
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """`function(group, *args)` on every rank, with an empty ledger; the results in rank order, copied by pickle."""
+        __tracebackhide__ = True
         if self.size == 1:
             return [_call_here(function, args)]
         request = _by_reference(function), pickle.dumps(args)
@@ -71,6 +72,7 @@ class Pool:
             raise
 
     def _answers(self, timeout_s: float) -> list[Any]:
+        __tracebackhide__ = True
         answers: dict[int, Any] = {}
         echo: RankError | None = None
         deadline = time.monotonic() + timeout_s
@@ -134,6 +136,7 @@ def ranks() -> Iterator[Callable[[int], Pool]]:
 
 
 def _call_here(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    __tracebackhide__ = True
     try:
         return function(Group.local(), *args)
     except Exception as error:

@@ -1,0 +1,27 @@
+PYTHON ?= python3
+VENV := .venv
+READY := $(VENV)/.ready
+GENERATE := $(VENV)/bin/lockstep generate demo --tp 2
+
+.PHONY: demo test lint
+
+demo: $(READY) # built-in problems, without and with sequence parallelism, without and with drafts
+	$(GENERATE) --strategy tp --draft-tokens 0
+	$(GENERATE) --strategy tp --draft-tokens 3
+	$(GENERATE) --strategy sp-late --draft-tokens 3
+
+test: $(READY)
+	$(VENV)/bin/python -m pytest
+
+lint: $(READY) # and three rules on who may import what
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	! grep -rnE '(import|from) +torch\.distributed|from torch import .*distributed' --include=*.py cli engine models
+	! grep -rnE '(import|from) +lockstep\.engine|from lockstep import .*engine' --include=*.py models
+	! grep -rnE '^ *(import|from) +(typer|rich)' --include=*.py comm engine models
+
+$(READY): pyproject.toml constraints.txt # made once, and again when what it is made from changes
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@

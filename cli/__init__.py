@@ -1,0 +1,1 @@
+"""The `lockstep` command: what it takes, how it starts ranks, and what the terminal shows."""

@@ -1,0 +1,103 @@
+"""The command line's options, each defined once for every command that takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lockstep.comm.errors import UsageError
+from lockstep.comm.strategy import CHOICES, NAMED
+from lockstep.engine.requests import MAX_DRAFT_TOKENS
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+DEVICES = ("auto", "cpu", "cuda")
+RECYCLES = ("post-norm", "pre-norm")
+
+
+def _option(panel: str, flag: str, text: str, metavar: str | None = None, **more: Any) -> Any:
+    return typer.Option(flag, metavar=metavar, help=text, rich_help_panel=panel, **more)
+
+
+def _number(panel: str, flag: str, metavar: str, low: int, high: int | None, text: str) -> Any:
+    def check(value: float | None) -> float | None:
+        if value is not None and not low <= value <= (1e9 if high is None else high):
+            usable = f"{low} or more" if high is None else f"{low} to {high}"
+            raise UsageError(f"{flag} {value:g} is out of range; use {usable}")
+        return value
+
+    return _option(panel, flag, text, metavar, callback=check)
+
+
+def _choice(panel: str, flag: str, choices: Sequence[str], text: str) -> Any:
+    return _option(panel, flag, f"{text}: {_listed(choices)}.", "NAME", callback=_one_of(flag, choices))
+
+
+def _one_of(flag: str, choices: Sequence[str]) -> Callable[[str | None], str | None]:
+    def check(value: str | None) -> str | None:
+        if value is not None and value not in choices:
+            raise UsageError(f"{flag} {value!r} is not known; use {_listed(choices)}")
+        return value
+
+    return check
+
+
+def _listed(choices: Sequence[str]) -> str:
+    return f"{', '.join(choices[:-1])} or {choices[-1]}"
+
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or a built-in model: demo.")]
+
+P = "Prompts"
+PromptTexts = Annotated[list[str] | None, _option(P, "--prompt", "A prompt. May be given again.", "TEXT")]
+PromptFile = Annotated[
+    Path | None,
+    _option(
+        P,
+        "--prompt-file",
+        "JSON lines with `prompt`, `question`, `messages` or `prompt_ids`, and perhaps an `answer`.",
+        "F.jsonl",
+    ),
+]
+PromptIds = Annotated[list[str] | None, _option(P, "--prompt-ids", "A prompt as ids. May be given again.", "5,77,130")]
+Chat = Annotated[bool, _option(P, "--chat", "Put texts through the checkpoint's chat template.")]
+
+D = "Decoding"
+MaxNewTokens = Annotated[int, _number(D, "--max-new-tokens", "N", 1, None, "Tokens per request.")]
+DraftTokens = Annotated[
+    int, _number(D, "--draft-tokens", "K", 0, MAX_DRAFT_TOKENS, "Drafts per round; 0 decodes without speculation.")
+]
+Batch = Annotated[int, _number(D, "--batch", "B", 1, None, "Requests decoded together.")]
+PrefillChunk = Annotated[int, _number(D, "--prefill-chunk", "N", 1, None, "Prompt tokens per forward pass.")]
+IgnoreEos = Annotated[bool, _option(D, "--ignore-eos", "Go on to --max-new-tokens whatever comes.")]
+Recycle = Annotated[str, _choice(D, "--recycle", RECYCLES, "Which hidden state feeds the MTP head's next step")]
+Dtype = Annotated[str, _choice(D, "--dtype", DTYPES, "auto is the checkpoint's own")]
+Device = Annotated[str, _choice(D, "--device", DEVICES, "auto is cuda where there is one")]
+
+R = "Ranks and strategy"
+Tp = Annotated[
+    int | None, _number(R, "--tp", "P", 1, None, "Ranks that share the model. Default: the launcher's, or 1.")
+]
+Strategy = Annotated[str, _option(R, "--strategy", f"One of {', '.join(NAMED)}; NAME:EXIT; or a TOML file.", "NAME")]
+Exit = Annotated[
+    str | None, _choice(R, "--exit", CHOICES["exit"], "How MTP output becomes full rows when they are sharded")
+]
+Experts = Annotated[str | None, _choice(R, "--experts", CHOICES["experts"], "Expert weights on each rank")]
+Dispatch = Annotated[str | None, _choice(R, "--dispatch", CHOICES["dispatch"], "How sharded rows reach owned experts")]
+Dense = Annotated[str | None, _choice(R, "--dense", CHOICES["dense"], "Weights of the dense layers")]
+Shared = Annotated[str | None, _choice(R, "--shared", CHOICES["shared"], "Weights of the shared expert")]
+Head = Annotated[
+    str | None, _choice(R, "--head", CHOICES["head"], "What travels of the logits, all or each shard's best")
+]
+Timeout = Annotated[float, _number(R, "--timeout", "S", 1, None, "Seconds that a rank waits for the others.")]
+
+O = "Output"  # noqa: E741
+JsonFile = Annotated[
+    str | None,
+    _option(
+        O, "--json", "Write the result there; - is standard output, all else then goes to standard error.", "FILE|-"
+    ),
+]
+Traceback = Annotated[bool, _option(O, "--traceback", "On failure, show where in the code it was.")]

@@ -104,8 +104,7 @@ class Drafter:
     def _new_rows(
         self, j: int, known: list[list[int]], counts: list[int], hidden: Tensor
     ) -> tuple[Exit, Selection | None]:
-        """Block j over each sequence's next `counts[b]` rows, which select for themselves; their positions are their
-        tokens'."""
+        """Block j over each sequence's next `counts[b]` rows; a row's position is its token's."""
         first = [held + 1 + j for held in self.caches[j].lengths]
         tokens = [t for ids, a, n in zip(known, first, counts, strict=True) for t in ids[a : a + n]]
         return self._run(j, tokens, counts, hidden, 1 + j)
@@ -127,7 +126,7 @@ class Drafter:
         shift: list[int] | int,
         selection: Selection | None = None,
     ) -> tuple[Exit, Selection | None]:
-        """Block j over rows that attend to `selection`, or to their own; and which that was."""
+        """Block j over rows that attend to `selection`, or select for themselves; and what they attended to."""
         cache, device = self.caches[j], self.settings.group.device
         rows = cache.rows(counts, device, shift)
         rows.selection = selection

@@ -4,7 +4,8 @@ Words: tokens 0..c are committed, so the target's hidden rows 0..c-1 are known; 
 Block j's row i joins token i+1+j with the output of block j-1 at row i (of the target, for j = 0), so token ids shift
 from block to block and hidden rows never do (DeepSeek-V3, section 2.2). At the end of a chain the tokens are drafts.
 Draft step s uses block s mod D: the first D steps take every row that is new to the block, and the last row's output
-gives the draft; later steps add one row each, which recycles the output of the step before.
+gives the draft; later steps add one row each, which recycles the output of the step before. Where a model says so,
+these recycled rows attend to what step 0 selected for the last row, the one that drafted (vllm-project/vllm#47352).
 Rows that joined a draft are forgotten after the round: the last D-1 hidden rows are kept to make them anew.
 """
 
@@ -22,6 +23,7 @@ from lockstep.engine.settings import Settings
 from lockstep.models.cache import Cache
 from lockstep.models.decoder import Exit
 from lockstep.models.model import MTP, Model
+from lockstep.models.rows import Selection
 
 
 class Drafter:
@@ -54,7 +56,7 @@ class Drafter:
         hidden = torch.cat(chosen)
         for j in range(self.depth):
             known = [list(s.prompt) for s in sequences]
-            hidden = self._recycled(self._new_rows(j, known, counts, hidden))
+            hidden = self._recycled(self._new_rows(j, known, counts, hidden)[0])
         for b, n in enumerate(counts):
             if n:
                 self.pending[b] = [torch.cat(self.pending[b])[n:]]
@@ -65,6 +67,7 @@ class Drafter:
         drafts: list[list[int]] = [[] for _ in sequences]
         rows = [torch.cat(self.pending[b]) if n else None for b, n in enumerate(wanted)]
         hidden: list[Tensor | None] = list(rows)  # what the next step joins its tokens with, per sequence
+        shared: dict[int, Tensor] = {}  # the slots that step 0 selected for the last row of each sequence
         for step in range(max(wanted, default=0)):
             running = [b for b, n in enumerate(wanted) if n > step]
             counts = [0] * len(sequences)
@@ -73,11 +76,14 @@ class Drafter:
             joined = torch.cat([_present(hidden[b]) for b in running])
             known = [s.tokens + d for s, d in zip(sequences, drafts, strict=True)]
             block = step % self.depth
-            if step < self.depth:
-                out = self._new_rows(block, known, counts, joined)
-            else:
-                out = self._recycled_row(block, known, counts, joined)
             last = torch.tensor(counts)[running].cumsum(0).to(joined.device) - 1
+            if step < self.depth:
+                out, selection = self._new_rows(block, known, counts, joined)
+            else:
+                reused = Selection(torch.stack([shared[b] for b in running]), final=True) if shared else None
+                out, _ = self._recycled_row(block, known, counts, joined, reused)
+            if step == 0 and selection is not None and self.model.config.shares_draft_selection:
+                shared = dict(zip(running, selection.slots[last], strict=True))
             head = self.model.draft_head(block)
             at = f"mtp.{block}.head"
             best = greedy(head, out.rows(at)[last], self.settings.group, self.settings.strategy.head, at)
@@ -95,23 +101,38 @@ class Drafter:
             cache.select(sequences, self.settings.group.device)
         self.pending = [self.pending[b] for b in sequences]
 
-    def _new_rows(self, j: int, known: list[list[int]], counts: list[int], hidden: Tensor) -> Exit:
+    def _new_rows(
+        self, j: int, known: list[list[int]], counts: list[int], hidden: Tensor
+    ) -> tuple[Exit, Selection | None]:
         """Block j over each sequence's next `counts[b]` rows; a row's position is its token's."""
         first = [held + 1 + j for held in self.caches[j].lengths]
         tokens = [t for ids, a, n in zip(known, first, counts, strict=True) for t in ids[a : a + n]]
         return self._run(j, tokens, counts, hidden, 1 + j)
 
-    def _recycled_row(self, j: int, known: list[list[int]], counts: list[int], hidden: Tensor) -> Exit:
+    def _recycled_row(
+        self, j: int, known: list[list[int]], counts: list[int], hidden: Tensor, selection: Selection | None
+    ) -> tuple[Exit, Selection | None]:
         """Block j over one more row per sequence: the newest draft, at its own position."""
         tokens = [ids[-1] for ids, n in zip(known, counts, strict=True) if n]
         shift = [len(ids) - 1 - held for ids, held in zip(known, self.caches[j].lengths, strict=True)]
-        return self._run(j, tokens, counts, hidden, shift)
+        return self._run(j, tokens, counts, hidden, shift, selection)
 
-    def _run(self, j: int, tokens: list[int], counts: list[int], hidden: Tensor, shift: list[int] | int) -> Exit:
+    def _run(
+        self,
+        j: int,
+        tokens: list[int],
+        counts: list[int],
+        hidden: Tensor,
+        shift: list[int] | int,
+        selection: Selection | None = None,
+    ) -> tuple[Exit, Selection | None]:
+        """Block j over rows that attend to `selection`, or select for themselves; and what they attended to."""
         cache, device = self.caches[j], self.settings.group.device
-        step = self.settings.step(cache.rows(counts, device, shift))
+        rows = cache.rows(counts, device, shift)
+        rows.selection = selection
         ids = torch.tensor(tokens, dtype=torch.long).to(device)
-        return self.model.draft(j, ids, Activation(hidden, REPLICATED, len(tokens)), step, cache)
+        out = self.model.draft(j, ids, Activation(hidden, REPLICATED, len(tokens)), self.settings.step(rows), cache)
+        return out, rows.selection
 
     def _recycled(self, out: Exit) -> Tensor:
         return out.rows("recycle") if self.settings.recycle == "post-norm" else out.raw_rows("recycle")

@@ -27,7 +27,10 @@ class MixerCache(Protocol):
 
 
 class KVCache:
-    """Keys and values by slot. With `values` None (MLA) a row's value is the first part of its key."""
+    """Keys and values by slot. With `values` None (MLA) a row's value is the first part of its key.
+
+    `index` holds the keys by which an indexer selects, where the layer has one.
+    """
 
     def __init__(
         self,
@@ -39,7 +42,9 @@ class KVCache:
         *,
         dtype: torch.dtype,
         device: torch.device,
+        index: KVCache | None = None,
     ) -> None:
+        self.index = index
         self.keys = torch.zeros(batch, heads, slots, key, dtype=dtype, device=device)
         self.own_values = None if value is None else torch.zeros(batch, heads, slots, value, dtype=dtype, device=device)
 
@@ -49,6 +54,20 @@ class KVCache:
         if self.own_values is not None and values is not None:
             self.own_values[rows.sequence, :, rows.slots] = values
 
+    def first(self, sequences: slice, count: int) -> tuple[Tensor, Tensor]:
+        """The first `count` slots of each sequence: keys [B, G, count, K] and values."""
+        keys = self.keys[sequences, :, :count]
+        return keys, keys if self.own_values is None else self.own_values[sequences, :, :count]
+
+    def at(self, sequences: slice, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The slots [B, Q, N] of Q rows of each sequence: keys [B * Q, G, N, K] and values. Slot -1 gives any."""
+        numbers = torch.arange(self.keys.shape[0], device=slots.device)[sequences, None, None]
+        slots = slots.clamp(min=0)
+        keys = self.keys[numbers, :, slots].flatten(0, 1).transpose(1, 2)
+        if self.own_values is None:
+            return keys, keys
+        return keys, self.own_values[numbers, :, slots].flatten(0, 1).transpose(1, 2)
+
     def keep(self, lengths: Sequence[int]) -> None:
         """Nothing to do: no row sees a slot past its own, and new rows overwrite the forgotten slots first."""
 
@@ -56,9 +75,12 @@ class KVCache:
         self.keys = self.keys[sequences]
         if self.own_values is not None:
             self.own_values = self.own_values[sequences]
+        if self.index is not None:
+            self.index.select(sequences)
 
     def num_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (self.keys, self.own_values) if t is not None)
+        own = sum(t.numel() * t.element_size() for t in (self.keys, self.own_values) if t is not None)
+        return own + (self.index.num_bytes() if self.index is not None else 0)
 
 
 class Cache:

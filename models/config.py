@@ -53,8 +53,24 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Indexer:
+    """Which `top_k` keys a query attends to: the best by `heads` small heads of width `dim` (DeepSeek-V3.2, 2025).
+
+    `interleaved` is how the rotary embedding pairs the features of its keys, which may differ from the attention's.
+    """
+
+    heads: int
+    dim: int
+    top_k: int
+    interleaved: bool
+
+
+@dataclass(frozen=True)
 class MLA:
-    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values live in one compressed row per token."""
+    """Multi-head latent attention (DeepSeek-V2, 2024): keys and values live in one compressed row per token.
+
+    Without an indexer a layer attends to what the last layer before it that has one selected; to all keys if none has.
+    """
 
     heads: int
     q_lora: int | None
@@ -65,6 +81,7 @@ class MLA:
     bias: bool
     norm_eps: float
     softmax_scale: float
+    indexer: Indexer | None = None
 
 
 @dataclass(frozen=True)
@@ -118,6 +135,7 @@ class Config:
 
     `mtp_names` maps the names of an MTP block's parts here to checkpoint keys, `{i}` being the block's number and
     `{n}` that number counted on from the model's own layers. `ignored` are key prefixes that hold nothing we use.
+    With `shares_draft_selection` the rows that recycle a draft step attend to the keys that draft step 0 selected.
     """
 
     family: str
@@ -132,6 +150,7 @@ class Config:
     mtp: tuple[Layer, ...]
     mtp_names: tuple[tuple[str, str], ...]
     ignored: tuple[str, ...] = ()
+    shares_draft_selection: bool = False
 
     def checkpoint_name(self, name: str) -> str:
         """The key, without its `model.` prefix, under which a checkpoint of this family keeps our parameter `name`."""

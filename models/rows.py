@@ -7,9 +7,18 @@ none. Built on the host from integers that every rank knows; nothing is read bac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The cache slots [T, K] that each row attends to, -1 for none. A `final` one stands: no layer replaces it."""
+
+    slots: Tensor
+    final: bool = False
 
 
 class Rows:
@@ -35,6 +44,8 @@ class Rows:
         self.sequence, self.slots, self.positions = packed
         self.cos: Tensor | None = None
         self.sin: Tensor | None = None
+        # What each row attends to, where not everything: a layer with an indexer sets it for itself and those after it.
+        self.selection: Selection | None = None
 
     @property
     def uniform(self) -> bool:

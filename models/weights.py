@@ -49,7 +49,10 @@ def whole(name: str, parameter: Tensor) -> Piece:
 
 
 class Linear(nn.Module):
-    """`x @ weight.T + bias`, holding the `rows` (outputs) and `cols` (inputs) of the whole weight; None is all."""
+    """`x @ weight.T + bias`, holding the `rows` (outputs) and `cols` (inputs) of the whole weight; None is all.
+
+    A `wide` one is kept in float32 or wider whatever the model's dtype, and computes in it.
+    """
 
     def __init__(
         self,
@@ -59,6 +62,7 @@ class Linear(nn.Module):
         bias: bool = False,
         rows: Sequence[Range] | None = None,
         cols: Range | None = None,
+        wide: bool = False,
     ) -> None:
         super().__init__()
         self.whole = (outputs, inputs)
@@ -66,10 +70,13 @@ class Linear(nn.Module):
         height, width = sum(b - a for a, b in self.rows), self.cols[1] - self.cols[0]
         self.weight = nn.Parameter(torch.empty(height, width), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(height), requires_grad=False) if bias else None
+        self.wide_parameters = ("weight", "bias") if wide else ()
         # The bias of a product whose inputs are split belongs to the sum, so one rank adds it.
         self.adds_bias = self.cols[0] == 0
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.wide_parameters:
+            x = x.to(self.weight.dtype)
         return F.linear(x, self.weight, self.bias if self.adds_bias else None)
 
     def pieces(self) -> Iterator[Piece]:
@@ -97,6 +104,23 @@ class RMSNorm(nn.Module):
 
     def pieces(self) -> Iterator[Piece]:
         yield whole("weight", self.weight)
+
+
+class LayerNorm(nn.Module):
+    """Layer norm over the last dimension."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(width), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+    def pieces(self) -> Iterator[Piece]:
+        yield whole("weight", self.weight)
+        yield whole("bias", self.bias)
 
 
 class Vocabulary(nn.Module):

@@ -160,9 +160,9 @@ def b2_head_without_norm(patch: Patch, group: Group) -> None:
 def b3_position_one_late(patch: Patch, group: Group) -> None:
     run = draft.Drafter._run
 
-    def late(self: Any, j: int, tokens: Any, counts: Any, hidden: Any, shift: Any) -> Any:
+    def late(self: Any, j: int, tokens: Any, counts: Any, hidden: Any, shift: Any, *rest: Any) -> Any:
         later = [s + 1 for s in shift] if isinstance(shift, list) else shift
-        return run(self, j, tokens, counts, hidden, later)
+        return run(self, j, tokens, counts, hidden, later, *rest)
 
     patch(draft.Drafter, "_run", late)
 

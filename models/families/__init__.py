@@ -8,7 +8,7 @@ from typing import Any
 from lockstep.comm.errors import UsageError
 from lockstep.models.config import Config
 
-FAMILIES = ("deepseek_v3", "glm4_moe")
+FAMILIES = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe")
 
 
 def read(raw: dict[str, Any], source: str) -> Config:

@@ -66,13 +66,27 @@ def sigmoid_moe(raw: dict[str, Any]) -> MoE:
 
 
 def layers(raw: dict[str, Any], mixer: Any, first: int, count: int) -> tuple[Layer, ...]:
-    """`count` layers from number `first` on: dense below `first_k_dense_replace`, experts from there."""
+    """`count` layers from number `first` on, dense or with experts as `mlp_layer_types` says for each.
+
+    Without it, or past its end, they are dense below `first_k_dense_replace`.
+    """
     dense, moe = Dense(raw["intermediate_size"]), sigmoid_moe(raw)
     start, every = raw.get("first_k_dense_replace", 0), raw.get("moe_layer_freq", 1)
-    return tuple(
-        Layer(mixer, moe if number >= start and number % every == 0 else dense)
-        for number in range(first, first + count)
-    )
+    named = flags(raw, "mlp_layer_types", {"dense": False, "sparse": True})
+
+    def has_experts(number: int) -> bool:
+        return named[number] if number < len(named) else number >= start and number % every == 0
+
+    return tuple(Layer(mixer, moe if has_experts(number) else dense) for number in range(first, first + count))
+
+
+def flags(raw: dict[str, Any], field: str, meaning: dict[str, bool]) -> list[bool]:
+    """What the names of a list of them mean; [] where the config has no such list."""
+    names = list(raw.get(field) or ())
+    for name in names:
+        if name not in meaning:
+            raise ValueError(f"{field} {name!r} is not one of {', '.join(meaning)}")
+    return [meaning[name] for name in names]
 
 
 def check_activation(raw: dict[str, Any]) -> None:

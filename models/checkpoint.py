@@ -11,24 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from lockstep.comm.errors import UsageError
 from lockstep.models import families
 from lockstep.models.config import Config
+from lockstep.models.storage import Stored, read_header
 
 # Where engines and training codes put the decoder: the rest of a key is the same everywhere.
 PREFIX = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?")
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor in a file, under the key it has there."""
-
-    file: Path
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -51,22 +40,20 @@ class Checkpoint:
         """Every tensor by its key without prefix. Raises UsageError naming a missing or damaged file."""
         found: dict[str, Stored] = {}
         for file in self._files():
-            try:
-                with safe_open(file, framework="numpy") as handle:
-                    for key in handle.keys():  # noqa: SIM118 (the handle itself is not iterable)
-                        part = handle.get_slice(key)
-                        name = PREFIX.sub("", key)
-                        if name in found:
-                            raise UsageError(f"{file}: {key} stands for {name}, which {found[name].key} does already")
-                        found[name] = Stored(file, key, tuple(part.get_shape()), part.get_dtype())
-            except (SafetensorError, OSError) as error:
-                raise UsageError(f"{file} is damaged or incomplete ({error}); download it again") from None
+            for stored in read_header(file):
+                name = PREFIX.sub("", stored.key)
+                if name in found:
+                    raise UsageError(f"{file}: {stored.key} stands for {name}, which {found[name].key} does already")
+                found[name] = stored
         return found
 
     def _files(self) -> list[Path]:
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
-            names = sorted(set(_json(index)["weight_map"].values()))
+            weight_map = _json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise UsageError(f"{index} names no files (weight_map); download it again")
+            names = sorted(set(weight_map.values()))
         elif (self.folder / "model.safetensors").exists():
             names = ["model.safetensors"]
         else:

@@ -5,24 +5,20 @@ Names and shapes are checked against the headers before the first weight is read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from lockstep.comm.errors import UsageError
 from lockstep.comm.strategy import Placement
-from lockstep.models.checkpoint import Checkpoint, Stored
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.config import Config
 from lockstep.models.model import MTP, Model
+from lockstep.models.read import DTYPES, Reader
+from lockstep.models.storage import Stored
 from lockstep.models.weights import Piece, Shard, Vocabulary, wider
-
-# Pages of a mapped file count as this process's memory until it is unmapped, so it is opened anew this often.
-REOPEN_BYTES = 64 << 20
-READABLE = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -30,24 +26,6 @@ class Loaded:
     model: Model
     num_bytes: int
     notes: tuple[str, ...]
-
-
-class Reader:
-    """Regions of stored tensors, holding little of a file in memory at a time."""
-
-    def __init__(self) -> None:
-        self.file: Path | None = None
-        self.handle: Any = None
-        self.read_bytes = 0
-
-    def __call__(self, stored: Stored, region: tuple[slice, ...]) -> Tensor:
-        if self.file != stored.file or self.read_bytes > REOPEN_BYTES:
-            self.handle = None
-            self.handle = safe_open(stored.file, framework="pt").__enter__()
-            self.file, self.read_bytes = stored.file, 0
-        part: Tensor = self.handle.get_slice(stored.key)[region or ...]
-        self.read_bytes += part.numel() * part.element_size()
-        return part
 
 
 def load(
@@ -69,53 +47,59 @@ def load(
         model = Model(checkpoint.config, placement, shard, num_mtp)
     tensors = checkpoint.tensors()
     placed = list(model.placed_pieces())
-    _check_names(checkpoint, tensors, {key: piece for key, _, piece in placed}, set(model.names_elsewhere()), num_mtp)
+    _check_names(checkpoint, tensors, model, {key: piece for key, _, piece in placed})
     _materialise(model, dtype, device)
     placed.sort(key=lambda item: (str(tensors[item[0]].file), item[0]))
     total = sum(p.numel() * p.element_size() for p in model.parameters())
     reader, done = Reader(), 0
     for key, layer, piece in placed:
         target = layer.get_parameter(piece.parameter)[piece.target or ...]
-        target.copy_(reader(tensors[key], piece.source))
+        reader.into(target, tensors[key], piece.source)
         done += target.numel() * target.element_size()
         progress(done, total)
     notes = [note for block in model.mtp for note in _own_vocabulary(block, model, tensors, reader, shard)]  # type: ignore[arg-type]
+    notes += _unused_head(model, tensors, reader)
+    reader.close()
     return Loaded(model.eval(), sum(p.numel() * p.element_size() for p in model.parameters()), tuple(notes))
 
 
-def _check_names(
-    checkpoint: Checkpoint, tensors: dict[str, Stored], needed: dict[str, Piece], elsewhere: set[str], num_mtp: int
-) -> None:
-    config, folder = checkpoint.config, checkpoint.folder
+def _check_names(checkpoint: Checkpoint, tensors: dict[str, Stored], model: Model, needed: dict[str, Piece]) -> None:
+    config, folder, num_mtp = checkpoint.config, checkpoint.folder, len(model.mtp)
+    elsewhere = set(model.names_elsewhere())
     missing = sorted((set(needed) | elsewhere) - set(tensors))
     if missing:
-        drafting = all(key.startswith(_mtp_prefixes(config.mtp_names, len(config.layers), num_mtp)) for key in missing)
+        drafting = all(key.startswith(_mtp_prefixes(config, 0, num_mtp)) for key in missing)
         hint = "; without its MTP weights it runs with --draft-tokens 0" if drafting else ""
         raise UsageError(f"{folder} lacks {_some(missing)}{hint}")
-    later = _mtp_prefixes(config.mtp_names, len(config.layers), len(config.mtp))
+    optional = dict.fromkeys(model.optional_names(), (config.vocab, config.hidden))
+    later = _mtp_prefixes(config, num_mtp, len(config.mtp))
     unexpected = sorted(
-        key for key in set(tensors) - set(needed) - elsewhere if not _ignored(key, config.ignored + later, config.tied)
+        key
+        for key in set(tensors) - set(needed) - elsewhere - set(optional)
+        if not _ignored(key, config.ignored + later)
     )
     if unexpected:
         raise UsageError(
             f"{folder} holds {_some(unexpected)}, which a {config.family} model of its config.json has no place for"
         )
-    for key, piece in needed.items():
-        stored = tensors[key]
-        if stored.shape != piece.shape:
+    for key, shape in ({key: piece.shape for key, piece in needed.items()} | optional).items():
+        stored = tensors.get(key)
+        if stored and stored.shape != shape:
             raise UsageError(
-                f"{stored.file}: {stored.key} has shape {list(stored.shape)}, config.json says {list(piece.shape)}"
+                f"{stored.file}: {stored.key} has shape {list(stored.shape)}, config.json says {list(shape)}"
             )
-        if stored.dtype not in READABLE:
-            raise UsageError(f"{stored.file}: {stored.key} is {stored.dtype}; readable are {', '.join(READABLE)}")
+        if stored and stored.dtype not in DTYPES:
+            raise UsageError(f"{stored.file}: {stored.key} is {stored.dtype}; readable are {', '.join(DTYPES)}")
 
 
-def _mtp_prefixes(names: Iterable[tuple[str, str]], depth: int, count: int) -> tuple[str, ...]:
-    return tuple({theirs.format(i=i, n=depth + i) for i in range(count) for _, theirs in names})
+def _mtp_prefixes(config: Config, first: int, last: int) -> tuple[str, ...]:
+    """What the keys of MTP blocks [first, last) start with."""
+    depth = len(config.layers)
+    return tuple({theirs.format(i=i, n=depth + i) for i in range(first, last) for _, theirs in config.mtp_names})
 
 
-def _ignored(key: str, prefixes: tuple[str, ...], tied: bool) -> bool:
-    return key.startswith(prefixes) or key.endswith("rotary_emb.inv_freq") or (tied and key == "lm_head.weight")
+def _ignored(key: str, prefixes: tuple[str, ...]) -> bool:
+    return key.startswith(prefixes) or key.endswith("rotary_emb.inv_freq")
 
 
 def _some(keys: list[str]) -> str:
@@ -137,14 +121,19 @@ def _own_vocabulary(block: MTP, model: Model, tensors: dict[str, Stored], reader
     notes = []
     for part, shared in (("embed_tokens", model.embed_tokens), ("head", model.lm_head)):
         stored = tensors.get(model.config.checkpoint_name(f"{block.name}.{part}.weight"))
-        if stored is None:
-            continue
-        rows = reader(stored, (slice(shared.first, shared.last),)).to(shared.weight)
-        if torch.equal(rows, shared.weight):
+        if stored is None or reader.equals(shared.weight, stored, (shared.here,)):
             continue
         with torch.device("meta"):
-            own = Vocabulary(shared.vocab, rows.shape[1], shard)
-        own.weight = nn.Parameter(rows, requires_grad=False)
+            own = Vocabulary(shared.vocab, model.config.hidden, shard)
+        own.weight = nn.Parameter(torch.empty_like(shared.weight), requires_grad=False)
+        reader.into(own.weight, stored, (own.here,))
         setattr(block, part, own)
         notes.append(f"{block.name} uses its own {part} ({stored.key}), which differs from the target's")
     return notes
+
+
+def _unused_head(model: Model, tensors: dict[str, Stored], reader: Reader) -> list[str]:
+    stored = tensors.get("lm_head.weight")
+    if not model.config.tied or stored is None or reader.equals(model.lm_head.weight, stored, (model.lm_head.here,)):
+        return []
+    return [f"{stored.key} differs from the embedding and is not used: config.json ties the head to the embedding"]

@@ -83,6 +83,14 @@ class Model(nn.Module):
                 for piece in layer.pieces():
                     yield self.config.checkpoint_name(f"{name}.{piece.name}"), layer, piece
 
+    def optional_names(self) -> Iterator[str]:
+        """Keys under which a checkpoint may store what the model shares otherwise: an MTP block's, a tied head."""
+        for i in range(len(self.mtp)):
+            for part in ("embed_tokens", "head"):
+                yield self.config.checkpoint_name(f"mtp.{i}.{part}.weight")
+        if self.config.tied:
+            yield "lm_head.weight"
+
     def names_elsewhere(self) -> Iterator[str]:
         """Keys of stored tensors that belong to this model and lie wholly on other ranks."""
         for name, layer in self.named_modules():

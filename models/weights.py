@@ -132,6 +132,10 @@ class Vocabulary(nn.Module):
         self.first, self.last = shard_range(vocab, shard.rank, shard.size)
         self.weight = nn.Parameter(torch.empty(self.last - self.first, hidden), requires_grad=False)
 
+    @property
+    def here(self) -> slice:
+        return slice(self.first, self.last)
+
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] ids -> [T, H], zero where another rank holds the id: a part of a sum over ranks."""
         here = (tokens >= self.first) & (tokens < self.last)
@@ -145,7 +149,7 @@ class Vocabulary(nn.Module):
         return F.linear(hidden, self.weight)
 
     def pieces(self) -> Iterator[Piece]:
-        yield Piece("weight", "weight", (self.vocab, self.weight.shape[1]), (slice(self.first, self.last),))
+        yield Piece("weight", "weight", (self.vocab, self.weight.shape[1]), (self.here,))
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:

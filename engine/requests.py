@@ -14,6 +14,7 @@ class Job:
     """One generation run, as every rank is given it. `model` is a checkpoint folder, `dtype` "auto" the checkpoint's.
 
     `prefill_chunk` is the most prompt tokens of one sequence in one forward; `batch` the most sequences at once.
+    `weights` "keep" leaves FP8 weights as they are in memory, "dequantise" does not, "auto" is keep on CUDA only.
     """
 
     model: str
@@ -29,6 +30,7 @@ class Job:
     batch: int = 16
     ignore_eos: bool = False
     expert_kernel: str = "auto"
+    weights: str = "auto"
 
 
 @dataclass(frozen=True)

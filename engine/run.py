@@ -40,12 +40,12 @@ def generate(group: Group, emit: Emit, job: Job) -> dict[str, Any]:
         clocks.append(batch.clock)
         tell(Progress("decode", min(start + job.batch, len(sequences)), len(sequences)))
     return {
-        "effective": effective(job, checkpoint, settings),
+        "effective": effective(job, checkpoint, settings) | {"weights": loaded.weights},
         "requests": [_request(s) for s in sequences],
         "acceptance": acceptance(sequences, job.draft_tokens),
         "timings": {"load_s": load_s} | timings(clocks, sequences),
         "ledger": group.ledger.rows(),
-        "notes": [*job.strategy.notes, *loaded.notes],
+        "notes": [*job.strategy.notes, *loaded.notes, *_about_weights(job, loaded, group)],
     }
 
 
@@ -58,6 +58,7 @@ def load_for(job: Job, checkpoint: Checkpoint, group: Group, emit: Emit) -> Load
         draft_tokens=job.draft_tokens,
         dtype=dtype_of(job, checkpoint),
         device=group.device,
+        keep_fp8=keeps_fp8(job, group),
         progress=lambda done, total: emit(Progress("load", done, total)),
     )
 
@@ -65,6 +66,19 @@ def load_for(job: Job, checkpoint: Checkpoint, group: Group, emit: Emit) -> Load
 def dtype_of(job: Job, checkpoint: Checkpoint) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, checkpoint.config.dtype if job.dtype == "auto" else job.dtype)
     return dtype
+
+
+def keeps_fp8(job: Job, group: Group) -> bool:
+    """By default where memory is short: on CUDA. A product then makes its weight dense, which a CPU is slow at."""
+    return job.weights == "keep" or (job.weights == "auto" and group.device.type == "cuda")
+
+
+def _about_weights(job: Job, loaded: Loaded, group: Group) -> list[str]:
+    if loaded.weights == "keep" and group.device.type == "cpu":
+        return ["weights kept in FP8 are made dense for each product, which is slow on a CPU"]
+    if job.weights == "keep" and loaded.weights != "keep":
+        return ["weights keep has no effect: no weight on this rank is kept in FP8"]
+    return []
 
 
 def kernel_for(asked: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.comm.errors import UsageError
-from lockstep.models import families
+from lockstep.models import families, scales
 from lockstep.models.config import Config
 from lockstep.models.storage import Stored, read_header
 
@@ -37,7 +37,10 @@ class Checkpoint:
         return frozenset()
 
     def tensors(self) -> dict[str, Stored]:
-        """Every tensor by its key without prefix. Raises UsageError naming a missing or damaged file."""
+        """Every tensor by its key without prefix, FP8 ones with their scales.
+
+        Raises UsageError naming a missing or damaged file.
+        """
         found: dict[str, Stored] = {}
         for file in self._files():
             for stored in read_header(file):
@@ -45,7 +48,7 @@ class Checkpoint:
                 if name in found:
                     raise UsageError(f"{file}: {stored.key} stands for {name}, which {found[name].key} does already")
                 found[name] = stored
-        return found
+        return scales.join(found)
 
     def _files(self) -> list[Path]:
         index = self.folder / "model.safetensors.index.json"

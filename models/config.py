@@ -136,6 +136,7 @@ class Config:
     `mtp_names` maps the names of an MTP block's parts here to checkpoint keys, `{i}` being the block's number and
     `{n}` that number counted on from the model's own layers. `ignored` are key prefixes that hold nothing we use.
     With `shares_draft_selection` the rows that recycle a draft step attend to the keys that draft step 0 selected.
+    `fp8_block` is how many rows and columns of an FP8 tensor share a scale.
     """
 
     family: str
@@ -151,6 +152,7 @@ class Config:
     mtp_names: tuple[tuple[str, str], ...]
     ignored: tuple[str, ...] = ()
     shares_draft_selection: bool = False
+    fp8_block: tuple[int, int] | None = None
 
     def checkpoint_name(self, name: str) -> str:
         """The key, without its `model.` prefix, under which a checkpoint of this family keeps our parameter `name`."""

@@ -12,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.models.fp8 import Scaled, product
 from lockstep.models.weights import Piece, wider
+
+Weights = nn.Parameter | Scaled
 
 
 class Experts(nn.Module):
@@ -27,12 +30,14 @@ class Experts(nn.Module):
         super().__init__()
         self.hidden, self.inter, self.num_experts, self.owned, self.part = hidden, inter, num_experts, owned, part
         count, width = owned[1] - owned[0], part[1] - part[0]
-        self.gate_up = nn.Parameter(torch.empty(count, 2 * width, hidden), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(count, hidden, width), requires_grad=False)
+        self.gate_up: Weights = nn.Parameter(torch.empty(count, 2 * width, hidden), requires_grad=False)
+        self.down: Weights = nn.Parameter(torch.empty(count, hidden, width), requires_grad=False)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, kernel: str) -> Tensor:
         """[T, H] rows with routing [T, K] -> [T, H]: what the experts here add to the rows' sums."""
         return KERNELS[kernel].run(x, weights, ids - self.owned[0], self.gate_up, self.down)
+
+    scalable_parameters = ("gate_up", "down")
 
     def pieces(self) -> Iterator[Piece]:
         columns = slice(*self.part)
@@ -55,7 +60,7 @@ def names_of(expert: int) -> tuple[str, str, str]:
     return f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight", f"{expert}.down_proj.weight"
 
 
-def loop(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def loop(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Weights, down: Weights) -> Tensor:
     """One product per expert that was hit, its rows sorted together. Reads only the weights it needs."""
     num_experts, top_k = gate_up.shape[0], ids.shape[1]
     flat = ids.flatten()
@@ -73,7 +78,7 @@ def loop(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor)
     return out.to(x.dtype)
 
 
-def dense(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def dense(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Weights, down: Weights) -> Tensor:
     """Every expert on every row, weighted by zero where it was not chosen: the plain form, the reference."""
     num_experts = gate_up.shape[0]
     out = torch.zeros(x.shape, dtype=wider(x.dtype), device=x.device)
@@ -83,16 +88,16 @@ def dense(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor
     return out.to(x.dtype)
 
 
-def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = F.linear(x, gate_up).chunk(2, -1)
-    return F.linear(F.silu(gate) * up, down)
+def _mlp(x: Tensor, gate_up: Tensor | Scaled, down: Tensor | Scaled) -> Tensor:
+    gate, up = product(x, gate_up).chunk(2, -1)
+    return product(F.silu(gate) * up, down)
 
 
 @dataclass(frozen=True)
 class Kernel:
     """One way to run routed experts, and what it takes."""
 
-    run: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    run: Callable[[Tensor, Tensor, Tensor, Weights, Weights], Tensor]
     dtypes: tuple[str, ...]
     devices: tuple[str, ...]
     min_rows: int = 0

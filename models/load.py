@@ -15,16 +15,21 @@ from lockstep.comm.errors import UsageError
 from lockstep.comm.strategy import Placement
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config import Config
+from lockstep.models.fp8 import Scaled
 from lockstep.models.model import MTP, Model
-from lockstep.models.read import DTYPES, Reader
+from lockstep.models.read import Reader
+from lockstep.models.scales import unreadable
 from lockstep.models.storage import Stored
 from lockstep.models.weights import Piece, Shard, Vocabulary, wider
 
 
 @dataclass(frozen=True)
 class Loaded:
+    """`weights` says what became of FP8 tensors: "keep", "dequantise", or "-" where there are none."""
+
     model: Model
     num_bytes: int
+    weights: str
     notes: tuple[str, ...]
 
 
@@ -36,10 +41,12 @@ def load(
     draft_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
+    keep_fp8: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Loaded:
     """The model with as many MTP blocks as `draft_tokens` can use. `progress(done, total)` counts bytes.
 
+    FP8 weights become `dtype`, or with `keep_fp8` stay as they are where a product can take them so.
     Raises UsageError naming tensors that are missing, unexpected, or of another shape than config.json says.
     """
     num_mtp = min(draft_tokens, len(checkpoint.config.mtp))
@@ -48,19 +55,28 @@ def load(
     tensors = checkpoint.tensors()
     placed = list(model.placed_pieces())
     _check_names(checkpoint, tensors, model, {key: piece for key, _, piece in placed})
-    _materialise(model, dtype, device)
+    scaled = _scaled(placed, tensors, checkpoint.config.fp8_block) if keep_fp8 else {}
+    _materialise(model, dtype, device, scaled)
     placed.sort(key=lambda item: (str(tensors[item[0]].file), item[0]))
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    reader, done = Reader(), 0
+    total = num_bytes(model)
+    reader, done = Reader(checkpoint.config.fp8_block), 0
     for key, layer, piece in placed:
-        target = layer.get_parameter(piece.parameter)[piece.target or ...]
-        reader.into(target, tensors[key], piece.source)
-        done += target.numel() * target.element_size()
+        weight = getattr(layer, piece.parameter)
+        if isinstance(weight, Scaled):
+            done += reader.into_scaled(weight, piece.target, tensors[key], piece.source)
+        else:
+            done += reader.into(weight[piece.target or ...], tensors[key], piece.source)
         progress(done, total)
     notes = [note for block in model.mtp for note in _own_vocabulary(block, model, tensors, reader, shard)]  # type: ignore[arg-type]
     notes += _unused_head(model, tensors, reader)
     reader.close()
-    return Loaded(model.eval(), sum(p.numel() * p.element_size() for p in model.parameters()), tuple(notes))
+    is_fp8 = any(tensors[key].scale for key, _, _ in placed)
+    return Loaded(model.eval(), num_bytes(model), "keep" if scaled else "dequantise" if is_fp8 else "-", tuple(notes))
+
+
+def num_bytes(model: Model) -> int:
+    kept = [value for layer in model.modules() for value in vars(layer).values() if isinstance(value, Scaled)]
+    return sum(p.nbytes for p in model.parameters()) + sum(weight.num_bytes() for weight in kept)
 
 
 def _check_names(checkpoint: Checkpoint, tensors: dict[str, Stored], model: Model, needed: dict[str, Piece]) -> None:
@@ -88,8 +104,8 @@ def _check_names(checkpoint: Checkpoint, tensors: dict[str, Stored], model: Mode
             raise UsageError(
                 f"{stored.file}: {stored.key} has shape {list(stored.shape)}, config.json says {list(shape)}"
             )
-        if stored and stored.dtype not in DTYPES:
-            raise UsageError(f"{stored.file}: {stored.key} is {stored.dtype}; readable are {', '.join(DTYPES)}")
+        if stored and (why := unreadable(stored, config.fp8_block)):
+            raise UsageError(f"{stored.file}: {why}")
 
 
 def _mtp_prefixes(config: Config, first: int, last: int) -> tuple[str, ...]:
@@ -106,14 +122,43 @@ def _some(keys: list[str]) -> str:
     return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more tensors" if len(keys) > 3 else "")
 
 
-def _materialise(model: Model, dtype: torch.dtype, device: torch.device) -> None:
+Parameter = tuple[nn.Module, str]
+
+
+def _scaled(
+    placed: list[tuple[str, nn.Module, Piece]], tensors: dict[str, Stored], block: tuple[int, int] | None
+) -> dict[Parameter, tuple[int, int]]:
+    """Parameters that can stay FP8, with the columns of a block and those that the first one lacks (Scaled.cut).
+
+    All that a parameter is made of must be FP8, and cut alike.
+    """
+    cuts: dict[Parameter, set[int | None]] = {}
+    for key, layer, piece in placed:
+        if block and piece.parameter in getattr(layer, "scalable_parameters", ()):
+            columns = piece.source[-1].start if len(piece.source) == len(piece.shape) else None
+            cut = (columns or 0) % block[1]
+            cuts.setdefault((layer, piece.parameter), set()).add(cut if tensors[key].scale else None)
+    return {
+        parameter: (block[1], cut)
+        for parameter, found in cuts.items()
+        if block and len(found) == 1 and (cut := next(iter(found))) is not None
+    }
+
+
+def _materialise(
+    model: Model, dtype: torch.dtype, device: torch.device, scaled: dict[Parameter, tuple[int, int]]
+) -> None:
     """Real, empty memory for every parameter; what a layer calls wide stays in float32 or wider."""
     for layer in model.modules():
         wide = getattr(layer, "wide_parameters", ())
-        for name, parameter in layer.named_parameters(recurse=False):
+        for name, parameter in list(layer.named_parameters(recurse=False)):
             kind = wider(dtype) if name in wide else dtype
-            empty = torch.empty(parameter.shape, dtype=kind, device=device)
-            setattr(layer, name, nn.Parameter(empty, requires_grad=False))
+            if (layer, name) in scaled:
+                delattr(layer, name)
+                setattr(layer, name, Scaled.empty(parameter.shape, *scaled[layer, name], kind, device))
+            else:
+                empty = torch.empty(parameter.shape, dtype=kind, device=device)
+                setattr(layer, name, nn.Parameter(empty, requires_grad=False))
 
 
 def _own_vocabulary(block: MTP, model: Model, tensors: dict[str, Stored], reader: Reader, shard: Shard) -> list[str]:

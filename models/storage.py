@@ -19,13 +19,17 @@ MAX_HEADER_BYTES = 100 << 20
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a file, under the key it has there; its bytes start at `offset`."""
+    """One tensor in a file, under the key it has there; its bytes start at `offset`.
+
+    An FP8 tensor has `scale`: another tensor, with one factor per block of its last two dimensions.
+    """
 
     file: Path
     key: str
     shape: tuple[int, ...]
     dtype: str
     offset: int
+    scale: Stored | None = None
 
 
 def read_header(file: Path) -> Iterator[Stored]:

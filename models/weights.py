@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.comm.layout import shard_range
+from lockstep.models.fp8 import Scaled, product
 
 Range = tuple[int, int]
 
@@ -68,7 +69,7 @@ class Linear(nn.Module):
         self.whole = (outputs, inputs)
         self.rows, self.cols = tuple(rows or [(0, outputs)]), cols or (0, inputs)
         height, width = sum(b - a for a, b in self.rows), self.cols[1] - self.cols[0]
-        self.weight = nn.Parameter(torch.empty(height, width), requires_grad=False)
+        self.weight: nn.Parameter | Scaled = nn.Parameter(torch.empty(height, width), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(height), requires_grad=False) if bias else None
         self.wide_parameters = ("weight", "bias") if wide else ()
         # The bias of a product whose inputs are split belongs to the sum, so one rank adds it.
@@ -77,7 +78,9 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.wide_parameters:
             x = x.to(self.weight.dtype)
-        return F.linear(x, self.weight, self.bias if self.adds_bias else None)
+        return product(x, self.weight, self.bias if self.adds_bias else None)
+
+    scalable_parameters = ("weight",)
 
     def pieces(self) -> Iterator[Piece]:
         done = 0

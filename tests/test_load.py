@@ -97,13 +97,13 @@ def test_one_tensor_under_two_names(folder: Path) -> None:
 
 
 def test_rows_longer_than_a_chunk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.models.read.CHUNK_BYTES", 100)
+    monkeypatch.setattr("lockstep.models.read.CHUNK_ELEMENTS", 100)
     assert same(loaded(folder, rank=1, size=2), loaded(cached("deepseek_v3"), rank=1, size=2))
 
 
-@pytest.mark.parametrize("chunk_bytes", (1, 100, 1 << 20))
-def test_regions_of_any_rank(tmp_path: Path, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.models.read.CHUNK_BYTES", chunk_bytes)
+@pytest.mark.parametrize("chunk", (1, 100, 1 << 20))
+def test_regions_of_any_rank(tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.models.read.CHUNK_ELEMENTS", chunk)
     shapes = {"a": (7,), "b": (5, 6), "c": (4, 5, 6), "d": (3, 0), "e": (2, 3, 4, 5)}
     tensors = {key: torch.randn(shape) for key, shape in shapes.items()}
     checkpoints.write(tmp_path, tensors)

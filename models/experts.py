@@ -49,12 +49,6 @@ class Experts(nn.Module):
             yield Piece(up, "gate_up", wide, (columns,), (here, slice(width, 2 * width)))
             yield Piece(down, "down", tall, (slice(None), columns), (here,))
 
-    def names_elsewhere(self) -> Iterator[str]:
-        """Stored tensors that belong to this layer and lie on other ranks."""
-        for expert in range(self.num_experts):
-            if not self.owned[0] <= expert < self.owned[1]:
-                yield from names_of(expert)
-
 
 def names_of(expert: int) -> tuple[str, str, str]:
     return f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight", f"{expert}.down_proj.weight"

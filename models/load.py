@@ -11,14 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lockstep.comm.errors import UsageError
 from lockstep.comm.strategy import Placement
+from lockstep.models import names
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.models.config import Config
 from lockstep.models.fp8 import Scaled
 from lockstep.models.model import MTP, Model
 from lockstep.models.read import Reader
-from lockstep.models.scales import unreadable
 from lockstep.models.storage import Stored
 from lockstep.models.weights import Piece, Shard, Vocabulary, wider
 
@@ -47,14 +45,14 @@ def load(
     """The model with as many MTP blocks as `draft_tokens` can use. `progress(done, total)` counts bytes.
 
     FP8 weights become `dtype`, or with `keep_fp8` stay as they are where a product can take them so.
-    Raises UsageError naming tensors that are missing, unexpected, or of another shape than config.json says.
+    Raises UsageError where the checkpoint is not what its config.json says (models/names.py).
     """
     num_mtp = min(draft_tokens, len(checkpoint.config.mtp))
+    tensors = checkpoint.tensors()
+    names.check(checkpoint, tensors, num_mtp)
     with torch.device("meta"):
         model = Model(checkpoint.config, placement, shard, num_mtp)
-    tensors = checkpoint.tensors()
     placed = list(model.placed_pieces())
-    _check_names(checkpoint, tensors, model, {key: piece for key, _, piece in placed})
     scaled = _scaled(placed, tensors, checkpoint.config.fp8_block) if keep_fp8 else {}
     _materialise(model, dtype, device, scaled)
     placed.sort(key=lambda item: (str(tensors[item[0]].file), item[0]))
@@ -77,49 +75,6 @@ def load(
 def num_bytes(model: Model) -> int:
     kept = [value for layer in model.modules() for value in vars(layer).values() if isinstance(value, Scaled)]
     return sum(p.nbytes for p in model.parameters()) + sum(weight.num_bytes() for weight in kept)
-
-
-def _check_names(checkpoint: Checkpoint, tensors: dict[str, Stored], model: Model, needed: dict[str, Piece]) -> None:
-    config, folder, num_mtp = checkpoint.config, checkpoint.folder, len(model.mtp)
-    elsewhere = set(model.names_elsewhere())
-    missing = sorted((set(needed) | elsewhere) - set(tensors))
-    if missing:
-        drafting = all(key.startswith(_mtp_prefixes(config, 0, num_mtp)) for key in missing)
-        hint = "; without its MTP weights it runs with --draft-tokens 0" if drafting else ""
-        raise UsageError(f"{folder} lacks {_some(missing)}{hint}")
-    optional = dict.fromkeys(model.optional_names(), (config.vocab, config.hidden))
-    later = _mtp_prefixes(config, num_mtp, len(config.mtp))
-    unexpected = sorted(
-        key
-        for key in set(tensors) - set(needed) - elsewhere - set(optional)
-        if not _ignored(key, config.ignored + later)
-    )
-    if unexpected:
-        raise UsageError(
-            f"{folder} holds {_some(unexpected)}, which a {config.family} model of its config.json has no place for"
-        )
-    for key, shape in ({key: piece.shape for key, piece in needed.items()} | optional).items():
-        stored = tensors.get(key)
-        if stored and stored.shape != shape:
-            raise UsageError(
-                f"{stored.file}: {stored.key} has shape {list(stored.shape)}, config.json says {list(shape)}"
-            )
-        if stored and (why := unreadable(stored, config.fp8_block)):
-            raise UsageError(f"{stored.file}: {why}")
-
-
-def _mtp_prefixes(config: Config, first: int, last: int) -> tuple[str, ...]:
-    """What the keys of MTP blocks [first, last) start with."""
-    depth = len(config.layers)
-    return tuple({theirs.format(i=i, n=depth + i) for i in range(first, last) for _, theirs in config.mtp_names})
-
-
-def _ignored(key: str, prefixes: tuple[str, ...]) -> bool:
-    return key.startswith(prefixes) or key.endswith("rotary_emb.inv_freq")
-
-
-def _some(keys: list[str]) -> str:
-    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more tensors" if len(keys) > 3 else "")
 
 
 Parameter = tuple[nn.Module, str]

@@ -15,7 +15,6 @@ from lockstep.comm.strategy import Placement
 from lockstep.models.cache import Cache
 from lockstep.models.config import Config, Layer
 from lockstep.models.decoder import Block, Exit, Stream, leave
-from lockstep.models.experts import Experts
 from lockstep.models.rope import RotaryTable
 from lockstep.models.step import Step
 from lockstep.models.weights import Linear, Piece, RMSNorm, Shard, Vocabulary
@@ -82,20 +81,6 @@ class Model(nn.Module):
                 seen.add(id(layer))
                 for piece in layer.pieces():
                     yield self.config.checkpoint_name(f"{name}.{piece.name}"), layer, piece
-
-    def optional_names(self) -> Iterator[str]:
-        """Keys under which a checkpoint may store what the model shares otherwise: an MTP block's, a tied head."""
-        for i in range(len(self.mtp)):
-            for part in ("embed_tokens", "head"):
-                yield self.config.checkpoint_name(f"mtp.{i}.{part}.weight")
-        if self.config.tied:
-            yield "lm_head.weight"
-
-    def names_elsewhere(self) -> Iterator[str]:
-        """Keys of stored tensors that belong to this model and lie wholly on other ranks."""
-        for name, layer in self.named_modules():
-            if isinstance(layer, Experts):
-                yield from (self.config.checkpoint_name(f"{name}.{part}") for part in layer.names_elsewhere())
 
 
 class MTP(nn.Module):

@@ -12,22 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.comm.layout import shard_range
+from lockstep.comm.shard import Range, Shard, shard_range
 from lockstep.models.fp8 import Scaled, product
-
-Range = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This rank among the ranks that split a weight."""
-
-    rank: int
-    size: int
-
-    def of(self, count: int) -> Range:
-        """This rank's equal part of `count` (which `config.check` made divisible)."""
-        return self.rank * count // self.size, (self.rank + 1) * count // self.size
 
 
 @dataclass(frozen=True)

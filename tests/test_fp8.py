@@ -1,4 +1,4 @@
-"""Block-FP8 checkpoints give what the dequantised checkpoint gives, however ranks cut the blocks (CASES E1 - E5, E15)."""
+"""Block-FP8 checkpoints give what the dequantised ones give, however ranks cut the blocks (CASES E1 - E5, E15)."""
 
 from __future__ import annotations
 

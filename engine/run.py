@@ -13,8 +13,10 @@ from lockstep.engine.requests import Committed, Job, Progress
 from lockstep.engine.sequence import Sequence
 from lockstep.engine.settings import Settings
 from lockstep.engine.speculate import Batch, Clock
+from lockstep.models import kernels
 from lockstep.models.checkpoint import Checkpoint, open_checkpoint
 from lockstep.models.config import check
+from lockstep.models.kernels import Work
 from lockstep.models.load import Loaded, load
 from lockstep.models.weights import Shard
 
@@ -25,13 +27,12 @@ def generate(group: Group, emit: Emit, job: Job) -> dict[str, Any]:
     """Run `job` as one rank of its group. Every rank returns the same result; rank 0 emits Progress and Committed."""
     checkpoint = open_checkpoint(job.model)
     check(checkpoint.config, job.tp, job.strategy.placement, job.draft_tokens)
+    kernel = kernel_for(job, checkpoint, group)
     tell = emit if group.rank == 0 else _silent
     began = time.perf_counter()
     loaded = load_for(job, checkpoint, group, tell)
     load_s = time.perf_counter() - began
-    settings = Settings(
-        group, job.strategy, job.draft_tokens, job.recycle, job.prefill_chunk, kernel_for(job.expert_kernel)
-    )
+    settings = Settings(group, job.strategy, job.draft_tokens, job.recycle, job.prefill_chunk, kernel)
     sequences = sequences_of(job, checkpoint)
     clocks = []
     for start in range(0, len(sequences), job.batch):
@@ -81,9 +82,11 @@ def _about_weights(job: Job, loaded: Loaded, group: Group) -> list[str]:
     return []
 
 
-def kernel_for(asked: str) -> str:
-    """The expert kernel to use: the sorted loop wins at every row count on a CPU (benchmarks)."""
-    return "loop" if asked == "auto" else asked
+def kernel_for(job: Job, checkpoint: Checkpoint, group: Group) -> str:
+    """The expert kernel to use. Raises UsageError where the one that is asked for cannot run this model so."""
+    dtype, device = str(dtype_of(job, checkpoint)).removeprefix("torch."), group.device.type
+    placement, keep_fp8 = job.strategy.placement, keeps_fp8(job, group)
+    return kernels.choose(job.expert_kernel, Work(checkpoint.config, placement, job.tp, dtype, device, keep_fp8))
 
 
 def sequences_of(job: Job, checkpoint: Checkpoint) -> list[Sequence]:

@@ -15,6 +15,7 @@ class Job:
 
     `prefill_chunk` is the most prompt tokens of one sequence in one forward; `batch` the most sequences at once.
     `weights` "keep" leaves FP8 weights as they are in memory, "dequantise" does not, "auto" is keep on CUDA only.
+    `load_format` "dummy" takes random weights for a config.json, with `num_layers` of its decoder layers.
     """
 
     model: str
@@ -31,6 +32,8 @@ class Job:
     ignore_eos: bool = False
     expert_kernel: str = "auto"
     weights: str = "auto"
+    load_format: str = "auto"
+    num_layers: int | None = None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from lockstep.engine.sequence import Sequence
 from lockstep.engine.settings import Settings
 from lockstep.engine.speculate import Batch, Clock
 from lockstep.models import kernels
-from lockstep.models.checkpoint import Checkpoint, open_checkpoint
+from lockstep.models.checkpoint import Checkpoint, open_checkpoint, open_dummy
 from lockstep.models.config import check
 from lockstep.models.kernels import Work
 from lockstep.models.load import Loaded, load
@@ -25,7 +25,7 @@ Emit = Callable[[Any], None]
 
 def generate(group: Group, emit: Emit, job: Job) -> dict[str, Any]:
     """Run `job` as one rank of its group. Every rank returns the same result; rank 0 emits Progress and Committed."""
-    checkpoint = open_checkpoint(job.model)
+    checkpoint = checkpoint_of(job)
     check(checkpoint.config, job.tp, job.strategy.placement, job.draft_tokens)
     kernel = kernel_for(job, checkpoint, group)
     tell = emit if group.rank == 0 else _silent
@@ -48,6 +48,12 @@ def generate(group: Group, emit: Emit, job: Job) -> dict[str, Any]:
         "ledger": group.ledger.rows(),
         "notes": [*job.strategy.notes, *loaded.notes, *_about_weights(job, loaded, group)],
     }
+
+
+def checkpoint_of(job: Job) -> Checkpoint:
+    if job.load_format == "dummy":
+        return open_dummy(job.model, num_layers=job.num_layers)
+    return open_checkpoint(job.model)
 
 
 def load_for(job: Job, checkpoint: Checkpoint, group: Group, emit: Emit) -> Loaded:
@@ -109,6 +115,8 @@ def effective(job: Job, checkpoint: Checkpoint, settings: Settings) -> dict[str,
         "prefill_chunk": job.prefill_chunk,
         "batch": job.batch,
         "expert_kernel": settings.kernel,
+        "load_format": job.load_format,
+        "layers": len(checkpoint.config.layers),
     }
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.comm.errors import UsageError
-from lockstep.models import families, scales
+from lockstep.models import dummy, families, scales
 from lockstep.models.config import Config
 from lockstep.models.storage import Stored, read_header
+from lockstep.models.truncate import truncate
 
 # Where engines and training codes put the decoder: the rest of a key is the same everywhere.
 PREFIX = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?")
@@ -22,10 +23,13 @@ PREFIX = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?")
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """A folder's configuration and tensors; with `dummy_seed` these are random numbers (models/dummy.py)."""
+
     folder: Path
     raw: dict[str, Any]
     config: Config
     generation: dict[str, Any]
+    dummy_seed: int | None = None
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -41,6 +45,8 @@ class Checkpoint:
 
         Raises UsageError naming a missing or damaged file.
         """
+        if self.dummy_seed is not None:
+            return dummy.tensors(self.config, self.raw, self.folder / "config.json", self.dummy_seed)
         found: dict[str, Stored] = {}
         for file in self._files():
             for stored in read_header(file):
@@ -72,12 +78,30 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     folder = Path(folder)
     if not folder.is_dir():
         raise UsageError(f"model {folder} is not a folder; give a checkpoint folder, or the built-in model `demo`")
-    file = folder / "config.json"
+    return _opened(folder, read_config(folder), None)
+
+
+def open_dummy(path: str | Path, *, num_layers: int | None = None, seed: int = 0) -> Checkpoint:
+    """A checkpoint of random weights, for a config.json or a folder that has one."""
+    path = Path(path)
+    raw = read_config(path)
+    if num_layers is not None:
+        raw = truncate(raw, num_layers)
+    return _opened(path if path.is_dir() else path.parent, raw, seed)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The object in a config.json, given as its folder or itself. Raises UsageError."""
+    file = path / "config.json" if path.is_dir() else path
     if not file.exists():
-        raise UsageError(f"{folder} has no config.json; give the folder of a Hugging Face checkpoint")
-    raw = _json(file)
+        raise UsageError(f"{path} has no config.json; give the folder of a Hugging Face checkpoint")
+    return _json(file)
+
+
+def _opened(folder: Path, raw: dict[str, Any], dummy_seed: int | None) -> Checkpoint:
     generation = folder / "generation_config.json"
-    return Checkpoint(folder, raw, families.read(raw, str(file)), _json(generation) if generation.exists() else {})
+    config = families.read(raw, str(folder / "config.json"))
+    return Checkpoint(folder, raw, config, _json(generation) if generation.exists() else {}, dummy_seed)
 
 
 def _json(file: Path) -> dict[str, Any]:

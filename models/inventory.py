@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lockstep.comm.shard import Range, Shard, shard_range
 from lockstep.comm.strategy import Placement
-from lockstep.models.config import GQA, MLA, Config, Dense, Layer, MoE
+from lockstep.models.config import GQA, MLA, Config, Dense, Indexer, Layer, MoE
 
 WIDE_BYTES = 4
 SCALE_BYTES = 4
@@ -68,6 +68,11 @@ def tensors(config: Config, placement: Placement, shard: Shard, num_mtp: int) ->
             if name not in seen:  # blocks may share what lies outside their decoder layer
                 seen.add(name)
                 yield entry._replace(name=name)
+
+
+def whole(config: Config, num_mtp: int) -> Iterator[Entry]:
+    """The same for a single rank: names and shapes do not depend on where a tensor lies."""
+    return tensors(config, Placement("owned", "sliced", "sliced"), Shard(0, 1), num_mtp)
 
 
 def optional(config: Config, num_mtp: int) -> dict[str, tuple[int, ...]]:
@@ -131,11 +136,22 @@ def _mla(at: str, c: MLA, place: _Place) -> Iterator[Entry]:
         yield from _linear(f"{at}.q_a_proj", place.hidden, c.q_lora, bias=c.bias)
         yield from _norm(f"{at}.q_a_layernorm", c.q_lora)
         yield from _linear(f"{at}.q_b_proj", c.q_lora, c.heads * key, rows=heads * key)
+        if c.indexer is not None:
+            yield from _indexer(f"{at}.indexer", c.indexer, place.hidden, c.q_lora)
     yield from _linear(f"{at}.kv_a_proj_with_mqa", place.hidden, c.kv_lora + c.rope, bias=c.bias)
     yield from _norm(f"{at}.kv_a_layernorm", c.kv_lora)
     yield from _linear(f"{at}.kv_b_proj", c.kv_lora, c.heads * up, rows=heads * up)
     cols = first * c.value, last * c.value
     yield from _linear(f"{at}.o_proj", c.heads * c.value, place.hidden, bias=c.bias, cols=cols)
+
+
+def _indexer(at: str, c: Indexer, hidden: int, q_lora: int) -> Iterator[Entry]:
+    yield from _linear(f"{at}.wq_b", q_lora, c.heads * c.dim)
+    yield from _linear(f"{at}.wk", hidden, c.dim)
+    for name in ("weight", "bias"):
+        yield Entry(f"{at}.k_norm.{name}", (c.dim,), c.dim)
+    for entry in _linear(f"{at}.weights_proj", hidden, c.heads):
+        yield entry._replace(wide=True)
 
 
 def _gqa(at: str, c: GQA, place: _Place) -> Iterator[Entry]:

@@ -16,7 +16,8 @@ from lockstep.models import names
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.fp8 import Scaled
 from lockstep.models.model import MTP, Model
-from lockstep.models.read import Reader
+from lockstep.models.noise import Noise
+from lockstep.models.read import Files, Reader
 from lockstep.models.storage import Stored
 from lockstep.models.weights import Piece, Shard, Vocabulary, wider
 
@@ -57,7 +58,8 @@ def load(
     _materialise(model, dtype, device, scaled)
     placed.sort(key=lambda item: (str(tensors[item[0]].file), item[0]))
     total = num_bytes(model)
-    reader, done = Reader(checkpoint.config.fp8_block), 0
+    source = Files() if checkpoint.dummy_seed is None else Noise(checkpoint.config)
+    reader, done = Reader(source, checkpoint.config.fp8_block), 0
     for key, layer, piece in placed:
         weight = getattr(layer, piece.parameter)
         if isinstance(weight, Scaled):
@@ -67,7 +69,7 @@ def load(
         progress(done, total)
     notes = [note for block in model.mtp for note in _own_vocabulary(block, model, tensors, reader, shard)]  # type: ignore[arg-type]
     notes += _unused_head(model, tensors, reader)
-    reader.close()
+    source.close()
     is_fp8 = any(tensors[key].scale for key, _, _ in placed)
     return Loaded(model.eval(), num_bytes(model), "keep" if scaled else "dequantise" if is_fp8 else "-", tuple(notes))
 

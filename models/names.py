@@ -6,15 +6,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from lockstep.comm.errors import UsageError
-from lockstep.comm.shard import Shard
-from lockstep.comm.strategy import Placement
 from lockstep.models import inventory
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config import Config
 from lockstep.models.scales import unreadable
 from lockstep.models.storage import Stored
-
-ANY = Placement("owned", "sliced", "sliced")  # names and shapes are the same wherever a tensor lies
 
 
 @dataclass(frozen=True)
@@ -29,7 +25,7 @@ class Findings:
 
 def compare(config: Config, tensors: dict[str, Stored], num_mtp: int) -> Findings:
     """`tensors` against what the model needs with `num_mtp` of its MTP blocks."""
-    needed = {entry.name: entry.shape for entry in inventory.tensors(config, ANY, Shard(0, 1), num_mtp)}
+    needed = {entry.name: entry.shape for entry in inventory.whole(config, num_mtp)}
     usable = needed | inventory.optional(config, num_mtp)
     rest = tensors.keys() - usable.keys()
     prefixes = config.ignored + mtp_prefixes(config, num_mtp, len(config.mtp))

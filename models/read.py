@@ -9,6 +9,7 @@ import io
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,22 +31,52 @@ Place = tuple[int | slice, ...]
 Region = tuple[slice, ...]
 
 
-class Reader:
-    """Keeps one file open and one chunk in memory. `block`: the rows and columns that share a scale in FP8 tensors.
+class Source(Protocol):
+    """Where the values of stored tensors come from."""
 
-    A region names the leading dimensions that it does not take whole.
-    """
+    def rows(self, stored: Stored, first: int, shape: tuple[int, ...]) -> Tensor:
+        """Values [shape] from element `first` of a tensor on, good until the next call."""
 
-    def __init__(self, block: tuple[int, int] | None = None) -> None:
-        self.block = block or (1, 1)
+    def close(self) -> None: ...
+
+
+class Files:
+    """Keeps one file open and one chunk in memory."""
+
+    def __init__(self) -> None:
         self._path: Path | None = None
         self._file: io.BufferedReader | None = None
         self._chunk = bytearray()
+
+    def rows(self, stored: Stored, first: int, shape: tuple[int, ...]) -> Tensor:
+        item_bytes, dtype = ITEM_BYTES[stored.dtype], DTYPES[stored.dtype]
+        num_bytes = math.prod(shape) * item_bytes
+        if num_bytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        if num_bytes > len(self._chunk):
+            self._chunk = bytearray(num_bytes)
+        if self._path != stored.file or self._file is None:
+            self.close()
+            self._path, self._file = stored.file, stored.file.open("rb")
+        self._file.seek(stored.offset + first * item_bytes)
+        if self._file.readinto(memoryview(self._chunk)[:num_bytes]) != num_bytes:
+            raise damaged(stored.file, f"{stored.key} ends early")
+        return torch.frombuffer(self._chunk, dtype=torch.uint8, count=num_bytes).view(dtype).view(shape)
 
     def close(self) -> None:
         if self._file:
             self._file.close()
         self._file, self._path = None, None
+
+
+class Reader:
+    """Copies regions to where they are wanted. `block`: the rows and columns that share a scale in FP8 tensors.
+
+    A region names the leading dimensions that it does not take whole.
+    """
+
+    def __init__(self, source: Source, block: tuple[int, int] | None = None) -> None:
+        self.source, self.block = source, block or (1, 1)
 
     def into(self, target: Tensor, stored: Stored, region: Region) -> int:
         """Copy a region's values, which `target` has the shape of. Returns the bytes of it."""
@@ -91,38 +122,24 @@ class Reader:
         return scales[..., block_of_row, :]
 
     def _blocks(self, stored: Stored, region: Region) -> Iterator[tuple[Place, Tensor]]:
-        return self._blocks_of(stored, stored.shape, stored.offset, _whole(stored, region))
+        return self._blocks_of(stored, stored.shape, 0, _whole(stored, region))
 
     def _blocks_of(
-        self, stored: Stored, shape: tuple[int, ...], offset: int, region: Region
+        self, stored: Stored, shape: tuple[int, ...], element: int, region: Region
     ) -> Iterator[tuple[Place, Tensor]]:
+        """Of the part of a tensor that has `shape` and begins at `element`."""
         first, last = region[0].start, region[0].stop
         width = math.prod(shape[1:])
-        row_bytes = width * ITEM_BYTES[stored.dtype]
         if len(shape) > 2:
             for i in range(first, last):
-                for place, rows in self._blocks_of(stored, shape[1:], offset + i * row_bytes, region[1:]):
+                for place, rows in self._blocks_of(stored, shape[1:], element + i * width, region[1:]):
                     yield (i - first, *place), rows
             return
         step = max(1, CHUNK_ELEMENTS // max(width, 1))
         for start in range(first, last, step):
             count = min(step, last - start)
-            rows = self._rows(stored, offset + start * row_bytes, (count, *shape[1:]))
+            rows = self.source.rows(stored, element + start * width, (count, *shape[1:]))
             yield (slice(start - first, start - first + count),), rows[(slice(None), *region[1:])]
-
-    def _rows(self, stored: Stored, offset: int, shape: tuple[int, ...]) -> Tensor:
-        num_bytes = math.prod(shape) * ITEM_BYTES[stored.dtype]
-        if num_bytes == 0:
-            return torch.empty(shape, dtype=DTYPES[stored.dtype])
-        if num_bytes > len(self._chunk):
-            self._chunk = bytearray(num_bytes)
-        if self._path != stored.file or self._file is None:
-            self.close()
-            self._path, self._file = stored.file, stored.file.open("rb")
-        self._file.seek(offset)
-        if self._file.readinto(memoryview(self._chunk)[:num_bytes]) != num_bytes:
-            raise damaged(stored.file, f"{stored.key} ends early")
-        return torch.frombuffer(self._chunk, dtype=torch.uint8, count=num_bytes).view(DTYPES[stored.dtype]).view(shape)
 
 
 def _whole(stored: Stored, region: Region) -> Region:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,19 @@ def read_header(file: Path) -> Iterator[Stored]:
         raise damaged(file, str(error)) from None
     if end != size:
         raise damaged(file, f"it has {size} of {end} bytes")
+
+
+def header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """The beginning of a file in which tensors (key, dtype, shape) lie one after the other."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for key, dtype, shape in tensors:
+        end = offset + math.prod(shape) * ITEM_BYTES[dtype]
+        entries[key] = {"dtype": dtype, "shape": shape, "data_offsets": (offset, end)}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    return len(text).to_bytes(8, "little") + text
 
 
 def damaged(file: Path, why: str) -> UsageError:

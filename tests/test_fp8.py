@@ -20,7 +20,7 @@ from lockstep.models.checkpoint import open_checkpoint
 from lockstep.models.families import FAMILIES
 from lockstep.models.fp8 import Scaled, dense, product
 from lockstep.models.load import Loaded, load
-from lockstep.models.read import Reader
+from lockstep.models.read import Files, Reader
 from lockstep.models.scales import join
 from lockstep.models.storage import read_header
 from lockstep.models.weights import Shard
@@ -120,7 +120,7 @@ def test_stacked_experts(tmp_path: Path) -> None:
     for region in ((), (slice(1, 3),), (slice(1, 3), slice(5, 18)), (slice(0, 4), slice(17, 20), slice(15, 24))):
         part = want[region]
         target = torch.full(part.shape, torch.nan, dtype=torch.float64)
-        Reader(block).into(target, stored["experts.gate_up_proj"], region)
+        Reader(Files(), block).into(target, stored["experts.gate_up_proj"], region)
         assert torch.equal(target, part)
 
 

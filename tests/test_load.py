@@ -21,7 +21,7 @@ from lockstep.comm.strategy import resolve
 from lockstep.models.checkpoint import Checkpoint, open_checkpoint
 from lockstep.models.families import FAMILIES
 from lockstep.models.load import Loaded, load
-from lockstep.models.read import Reader
+from lockstep.models.read import Files, Reader
 from lockstep.models.storage import read_header
 from lockstep.models.weights import Shard
 
@@ -107,7 +107,7 @@ def test_regions_of_any_rank(tmp_path: Path, chunk: int, monkeypatch: pytest.Mon
     shapes = {"a": (7,), "b": (5, 6), "c": (4, 5, 6), "d": (3, 0), "e": (2, 3, 4, 5)}
     tensors = {key: torch.randn(shape) for key, shape in shapes.items()}
     checkpoints.write(tmp_path, tensors)
-    reader = Reader()
+    reader = Reader(Files())
     for stored in read_header(tmp_path / "model.safetensors"):
         value = tensors[stored.key]
         for region in ((), (slice(1, 3),), (slice(2, 2),), tuple(slice(1, size) for size in value.shape)):

@@ -18,7 +18,6 @@ from lockstep.comm.errors import UsageError
 from lockstep.comm.strategy import Placement
 from lockstep.models.checkpoint import Checkpoint, Stored
 from lockstep.models.model import MTP, Model
-from lockstep.models.moe import Router
 from lockstep.models.weights import Piece, Shard, Vocabulary, wider
 
 # Pages of a mapped file count as this process's memory until it is unmapped, so it is opened anew this often.
@@ -46,7 +45,7 @@ class Reader:
             self.handle = None
             self.handle = safe_open(stored.file, framework="pt").__enter__()
             self.file, self.read_bytes = stored.file, 0
-        part: Tensor = self.handle.get_slice(stored.key)[region or ...]
+        part: Tensor = self.handle.get_slice(stored.key)[stored.region(region) or ...]
         self.read_bytes += part.numel() * part.element_size()
         return part
 
@@ -126,7 +125,7 @@ def _some(keys: list[str]) -> str:
 def _materialise(model: Model, dtype: torch.dtype, device: torch.device) -> None:
     """Real, empty memory for every parameter; what a layer calls wide stays in float32 or wider."""
     for layer in model.modules():
-        wide = layer.wide_parameters if isinstance(layer, Router) else ()
+        wide = getattr(layer, "wide_parameters", ())
         for name, parameter in layer.named_parameters(recurse=False):
             kind = wider(dtype) if name in wide else dtype
             empty = torch.empty(parameter.shape, dtype=kind, device=device)

@@ -38,17 +38,14 @@ def delta_rule(
     The earlier chunks are written to `state` in place. `log_decay` and `beta` are [B, V, Q]; a row in which both are
     zero writes nothing.
     """
-    outputs: list[Tensor] = []
-    written: Written | None = None
-    for first in range(0, query.shape[2], CHUNK):
-        if written is not None:
-            write(state, written, torch.full((state.shape[0],), CHUNK, device=state.device))
-        out, written = _chunk(
-            first, state, *(x[:, :, first : first + CHUNK] for x in (query, key, value, log_decay, beta))
-        )
+    rows = (query, key, value, log_decay, beta)
+    out, written = _chunk(0, state, *(x[:, :, :CHUNK] for x in rows))
+    outputs = [out]
+    for first in range(CHUNK, query.shape[2], CHUNK):
+        write(state, written, torch.full((state.shape[0],), CHUNK, device=state.device))
+        out, written = _chunk(first, state, *(x[:, :, first : first + CHUNK] for x in rows))
         outputs.append(out)
-    assert written is not None
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)), written
+    return torch.cat(outputs, 2), written
 
 
 def _chunk(

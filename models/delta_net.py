@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.models.config import DeltaNet
-from lockstep.models.delta_rule import Written, delta_rule, write
+from lockstep.models.delta_rule import CHUNK, Written, delta_rule, write
 from lockstep.models.rows import Rows
 from lockstep.models.weights import Linear, Piece, Range, RMSNorm, Shard, wider
 
@@ -79,7 +79,7 @@ class GatedDeltaNet(nn.Module):
         query, key, value = self._heads(self.conv1d(inputs).to(wide))
         gates = (rows.fold(log_decay).transpose(1, 2), rows.fold(beta).transpose(1, 2))
         out, written = delta_rule(state, query, key, value, *gates)
-        cache.after(rows, Recent(rows.present, list(rows.starts), state, written, inputs))
+        cache.after(Recent(rows, state, written, inputs))
 
         out = self.norm(rows.unfold(out.transpose(1, 2)).to(x.dtype))  # [T, V, D]
         out = out * F.silu(z.to(wide))
@@ -136,11 +136,10 @@ class CausalConvolution(nn.Module):
 class Recent:
     """The rows of the last forward, which may still be forgotten: the state is the one before them."""
 
-    sequences: list[int]
-    starts: list[int]  # of every sequence: its rows before these
-    state: Tensor  # [sequences, V, K, D]
+    rows: Rows
+    state: Tensor  # [B, V, K, D], of the sequences that have rows
     written: Written
-    inputs: Tensor  # [sequences, W - 1 + Q, C]
+    inputs: Tensor  # [B, W - 1 + Q, C]
 
 
 class DeltaNetCache:
@@ -157,21 +156,25 @@ class DeltaNetCache:
 
     def before(self, rows: Rows) -> tuple[Tensor, Tensor]:
         """State and last inputs of the sequences that have rows."""
-        self._settle()
+        if rows.starts != self.lengths:
+            raise ValueError(
+                f"rows that begin at {rows.starts} cannot follow {self.lengths} rows in a delta net's state"
+            )
+        self._settle(rows.first_slots)
         if len(rows.present) == len(self.lengths):
             return self.state, self.inputs
         return self.state[rows.present], self.inputs[rows.present]
 
-    def after(self, rows: Rows, recent: Recent) -> None:
+    def after(self, recent: Recent) -> None:
         """Remember what a forward did."""
         self.recent = recent
-        self.lengths = [rows.length(b) for b in range(len(self.lengths))]
-        if recent.written.first > 0:
-            self._settle()
+        self.lengths = [recent.rows.length(b) for b in range(len(self.lengths))]
+        if max(recent.rows.counts) > CHUNK:
+            self.settle()
 
     def keep(self, lengths: Sequence[int]) -> None:
         for b, (kept, held) in enumerate(zip(lengths, self.lengths, strict=True)):
-            if kept != held and not (self.recent and self.recent.starts[b] <= kept < held):
+            if kept != held and not (self.recent and self.recent.rows.starts[b] <= kept < held):
                 raise ValueError(
                     f"sequence {b} has {held} rows in a delta net's state and cannot go back to {kept}: "
                     "only rows of the last forward, of one chunk, can be forgotten"
@@ -179,7 +182,7 @@ class DeltaNetCache:
         self.lengths = list(lengths)
 
     def select(self, sequences: Tensor) -> None:
-        self._settle()
+        self.settle()
         self.state, self.inputs = self.state[sequences], self.inputs[sequences]
         self.lengths = [self.lengths[b] for b in sequences.tolist()]
 
@@ -188,20 +191,25 @@ class DeltaNetCache:
         written = self.recent.written.num_bytes() if self.recent else 0
         return sum(t.numel() * t.element_size() for t in tensors) + written
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Write the rows that were kept."""
+        self._settle(torch.tensor(self.lengths).to(self.state.device))
+
+    def _settle(self, lengths: Tensor) -> None:
         recent, self.recent = self.recent, None
         if recent is None:
             return
-        device = self.state.device
-        counts = torch.tensor([self.lengths[b] - recent.starts[b] for b in recent.sequences]).to(device)
-        write(recent.state, recent.written, counts - recent.written.first)
-        last = counts[:, None] + torch.arange(self.inputs.shape[1], device=device)
-        inputs = recent.inputs[torch.arange(len(counts), device=device)[:, None], last]
-        if recent.state is self.state:
+        counts = lengths - recent.rows.first_slots
+        everyone = recent.state is self.state
+        present = slice(None) if everyone else recent.rows.present
+        counts = counts[present]
+        write(recent.state, recent.written, counts)
+        last = counts[:, None] + torch.arange(self.inputs.shape[1], device=counts.device)
+        inputs = recent.inputs.gather(1, last[..., None].expand(-1, -1, self.inputs.shape[2]))
+        if everyone:
             self.inputs = inputs
         else:
-            self.state[recent.sequences], self.inputs[recent.sequences] = recent.state, inputs
+            self.state[present], self.inputs[present] = recent.state, inputs
 
 
 def _unit(x: Tensor) -> Tensor:

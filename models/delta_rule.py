@@ -21,7 +21,6 @@ CHUNK = 64
 class Written:
     """What the rows of one chunk write to a state, which still is the one before them."""
 
-    first: int  # the chunk's first row, of all the rows of the forward
     keys: Tensor  # [B, V, C, K]
     corrections: Tensor  # [B, V, C, D]
     decay: Tensor  # [B, V, C + 1]: log of what is left of the state after the first 0, 1, ... rows, in float64
@@ -39,17 +38,17 @@ def delta_rule(
     zero writes nothing.
     """
     rows = (query, key, value, log_decay, beta)
-    out, written = _chunk(0, state, *(x[:, :, :CHUNK] for x in rows))
+    out, written = _chunk(state, *(x[:, :, :CHUNK] for x in rows))
     outputs = [out]
     for first in range(CHUNK, query.shape[2], CHUNK):
         write(state, written, torch.full((state.shape[0],), CHUNK, device=state.device))
-        out, written = _chunk(first, state, *(x[:, :, first : first + CHUNK] for x in rows))
+        out, written = _chunk(state, *(x[:, :, first : first + CHUNK] for x in rows))
         outputs.append(out)
     return torch.cat(outputs, 2), written
 
 
 def _chunk(
-    first: int, state: Tensor, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor
+    state: Tensor, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor
 ) -> tuple[Tensor, Written]:
     count, dtype = query.shape[2], state.dtype
     # Sums of logs can be large where their differences are small.
@@ -58,20 +57,20 @@ def _chunk(
     corrections = beta[..., None] * (value - since_start * (key @ state))
     if count == 1:
         out = since_start * (query @ state) + (query * key).sum(-1, keepdim=True) * corrections
-        return out, Written(first, key, corrections, decay)
+        return out, Written(key, corrections, decay)
     future = torch.ones(count, count, dtype=torch.bool, device=state.device).triu(1)
     between = (decay[..., 1:, None] - decay[..., None, 1:]).masked_fill(future, float("-inf")).exp().to(dtype)
     # d_i + b_i sum_(j<i) a_(j+1)..a_i (k_i . k_j) d_j = b_i (v_i - a_1..a_i k_i S), for all rows i of the chunk
     system = beta[..., None] * (key @ key.transpose(-1, -2)) * between
     corrections = torch.linalg.solve_triangular(system, corrections, upper=False, unitriangular=True)
     out = since_start * (query @ state) + (query @ key.transpose(-1, -2) * between) @ corrections
-    return out, Written(first, key, corrections, decay)
+    return out, Written(key, corrections, decay)
 
 
 def write(state: Tensor, written: Written, counts: Tensor) -> None:
-    """Bring `state` [B, V, K, D], in place, to where it is after the first `counts[b]` rows of the chunk."""
+    """Bring `state` [B, V, K, D], in place, to where it is after the first `counts[b]` rows of the chunk, or all."""
     rows = torch.arange(written.keys.shape[2] + 1, device=state.device)
-    counts = counts.clamp(0, written.keys.shape[2])[:, None, None]  # [B, 1, 1]
+    counts = counts.clamp(max=written.keys.shape[2])[:, None, None]  # [B, 1, 1]
     total = written.decay.gather(-1, counts.expand(-1, state.shape[1], -1))  # [B, V, 1]
     left = (total - written.decay).masked_fill(rows > counts, float("-inf"))[..., 1:].exp().to(state.dtype)
     state.mul_(total.exp().to(state.dtype)[..., None])

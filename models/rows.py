@@ -52,6 +52,11 @@ class Rows:
         return out
 
     @cached_property
+    def first_slots(self) -> Tensor:
+        """`starts` [B] on the device."""
+        return torch.tensor(self.starts, dtype=torch.long).to(self.device)
+
+    @cached_property
     def present(self) -> list[int]:
         """The sequences that have rows."""
         return [b for b, count in enumerate(self.counts) if count]

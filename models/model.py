@@ -36,6 +36,8 @@ class Model(nn.Module):
         self.mtp = nn.ModuleList(
             MTP(f"mtp.{i}", layer, config, placement, shard) for i, layer in enumerate(config.mtp[:num_mtp])
         )
+        for block in self.mtp[1:]:
+            block.share(self.mtp[0], config)  # type: ignore[operator]
         self.rotary: RotaryTable | None = None
 
     def new_cache(self, batch: int, slots: int) -> Cache:
@@ -108,6 +110,13 @@ class MTP(nn.Module):
         # Present only where the checkpoint has its own, different from the target's (models/load.py).
         self.embed_tokens: Vocabulary | None = None
         self.head: Vocabulary | None = None
+
+    def share(self, first: MTP, config: Config) -> None:
+        """Have the first block's layers for what the checkpoint stores once for all blocks."""
+        for part in ("enorm", "hnorm", "eh_proj", "norm"):
+            ours, theirs = (config.checkpoint_name(f"{block.name}.{part}.weight") for block in (self, first))
+            if ours == theirs:
+                setattr(self, part, getattr(first, part))
 
     def new_cache(self, batch: int, slots: int) -> Cache:
         return Cache([self.block.new_cache(batch, slots)], batch)

@@ -91,6 +91,8 @@ def test_prompts_of_more_than_one_chunk(ranks: Any, size: int) -> None:
 @pytest.mark.parametrize("family", ("qwen3_next", "qwen3_5_moe"))
 def test_two_mtp_layers_share_what_is_before_and_after_them(family: str) -> None:
     folder = cached(family, mtp_layers=2)
+    first, second = loaded(folder, 2).model.mtp
+    assert first.eh_proj is second.eh_proj and first.norm is second.norm and first.block is not second.block
     assert here(folder, draft_tokens=3, prefill_chunk=4) == expected(folder, 3)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import cached, change, copy, drop, read, rename, set_config, write
+from checkpoints import apart, cached, change, copy, drop, read, rename, set_config, write
 from oracle import oracle
 from runs import PROMPTS, expected, job, outcome, run
 from torch import Tensor
@@ -97,29 +97,15 @@ def test_two_mtp_layers_share_what_is_before_and_after_them(family: str) -> None
 
 
 # ------------------------------------------------------------------------------------------------ forms of a checkpoint
-def per_expert(folder: Path) -> Path:
-    """The stacked experts as one tensor each."""
-    tensors = {}
-    for key, tensor in read(folder).items():
-        prefix, _, kind = key.rpartition(".")
-        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
-        for e in range(tensor.shape[0] if parts else 0):
-            for part, matrix in zip(parts, tensor[e].chunk(len(parts)), strict=True):
-                tensors[f"{prefix}.{e}.{part}.weight"] = matrix.clone()
-        if not parts:
-            tensors[key] = tensor
-    return write(folder, tensors)
-
-
 @pytest.mark.parametrize("size,strategy", ((1, "tp"), (2, "tp"), (2, "sp-late")))
 def test_experts_may_be_stacked_or_apart(ranks: Any, tmp_path: Path, size: int, strategy: str) -> None:
     """Also one form in the model and the other in its MTP layer, as quantised releases have it."""
     stacked = cached("qwen3_5_moe_text")
-    apart = per_expert(copy(stacked, tmp_path / "apart"))
+    single = write(copy(stacked, tmp_path / "apart"), apart(stacked))
     both = copy(stacked, tmp_path / "both")
     tensors = {k: v for k, v in read(stacked).items() if not k.startswith("mtp.")}
-    write(both, tensors | {k: v for k, v in read(apart).items() if k.startswith("mtp.")})
-    for folder in (apart, both):
+    write(both, tensors | {k: v for k, v in read(single).items() if k.startswith("mtp.")})
+    for folder in (single, both):
         work = job(folder, strategy, tp=size, draft_tokens=2, max_new_tokens=6)
         assert outcome(ranks(size).run(run, work)[0]) == expected(stacked, 2, max_new=6)
 

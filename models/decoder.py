@@ -56,6 +56,7 @@ class Block(nn.Module):
 
     @property
     def mixer(self) -> Mixer:
+        """Under the name that it has in a checkpoint."""
         return self.get_submodule(self.mixer_name)  # type: ignore[return-value]
 
     def new_cache(self, batch: int, slots: int) -> MixerCache:

@@ -33,8 +33,8 @@ class GroupedQueryAttention(nn.Module):
         self.q_proj = project(config.heads, heads, 2 * d if gated else d)
         self.k_proj = project(config.kv_heads, kv, d)
         self.v_proj = project(config.kv_heads, kv, d)
-        out_bias = config.bias and gated
-        self.o_proj = Linear(config.heads * d, hidden, bias=out_bias, cols=(heads[0] * d, heads[1] * d))
+        # GLM-4.5's output projection never has a bias.
+        self.o_proj = Linear(config.heads * d, hidden, bias=config.bias and gated, cols=(heads[0] * d, heads[1] * d))
         self.q_norm = RMSNorm(d, eps, zero_centred) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(d, eps, zero_centred) if config.qk_norm else nn.Identity()
 

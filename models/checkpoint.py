@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,21 @@ PREFIX = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?")
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a file, under the key it has there."""
+    """One tensor in a file, under the key it has there; or, of a stack of experts, the matrix at `place`."""
 
     file: Path
     key: str
     shape: tuple[int, ...]
     dtype: str
+    place: tuple[int, int] | None = None  # expert, first row
+
+    def region(self, source: tuple[slice, ...]) -> tuple[int | slice, ...]:
+        """Where the region `source` of this tensor lies in what the file has under `key`."""
+        if self.place is None:
+            return source
+        expert, first = self.place
+        start, stop, _ = (source[0] if source else slice(None)).indices(self.shape[0])
+        return expert, slice(first + start, first + stop), *source[1:]
 
 
 @dataclass(frozen=True)
@@ -55,10 +65,13 @@ class Checkpoint:
                 with safe_open(file, framework="numpy") as handle:
                     for key in handle.keys():  # noqa: SIM118 (the handle itself is not iterable)
                         part = handle.get_slice(key)
-                        name = PREFIX.sub("", key)
-                        if name in found:
-                            raise UsageError(f"{file}: {key} stands for {name}, which {found[name].key} does already")
-                        found[name] = Stored(file, key, tuple(part.get_shape()), part.get_dtype())
+                        stored = Stored(file, key, tuple(part.get_shape()), part.get_dtype())
+                        for name, tensor in _per_expert(PREFIX.sub("", key), stored):
+                            if name in found:
+                                raise UsageError(
+                                    f"{file}: {key} stands for {name}, which {found[name].key} does already"
+                                )
+                            found[name] = tensor
             except (SafetensorError, OSError) as error:
                 raise UsageError(f"{file} is damaged or incomplete ({error}); download it again") from None
         return found
@@ -88,6 +101,21 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     raw = _json(file)
     generation = folder / "generation_config.json"
     return Checkpoint(folder, raw, families.read(raw, str(file)), _json(generation) if generation.exists() else {})
+
+
+def _per_expert(name: str, stored: Stored) -> Iterator[tuple[str, Stored]]:
+    """A tensor under its name; a stack of experts, gate rows over up rows, as the matrices that others store apart."""
+    prefix, _, kind = name.rpartition(".")
+    if kind not in ("gate_up_proj", "down_proj") or len(stored.shape) != 3:
+        yield name, stored
+        return
+    experts, height, width = stored.shape
+    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+    height //= len(parts)
+    for expert in range(experts):
+        for i, part in enumerate(parts):
+            matrix = replace(stored, shape=(height, width), place=(expert, i * height))
+            yield f"{prefix}.{expert}.{part}.weight", matrix
 
 
 def _json(file: Path) -> dict[str, Any]:

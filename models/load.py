@@ -45,7 +45,7 @@ class Reader:
             self.handle = None
             self.handle = safe_open(stored.file, framework="pt").__enter__()
             self.file, self.read_bytes = stored.file, 0
-        part: Tensor = self.handle.get_slice(stored.key)[region or ...]
+        part: Tensor = self.handle.get_slice(stored.key)[stored.region(region) or ...]
         self.read_bytes += part.numel() * part.element_size()
         return part
 
@@ -80,6 +80,7 @@ def load(
         done += target.numel() * target.element_size()
         progress(done, total)
     notes = [note for block in model.mtp for note in _own_vocabulary(block, model, tensors, reader, shard)]  # type: ignore[arg-type]
+    notes += _passed_over(tensors, checkpoint.config.ignored)
     return Loaded(model.eval(), sum(p.numel() * p.element_size() for p in model.parameters()), tuple(notes))
 
 
@@ -108,6 +109,11 @@ def _check_names(
             )
         if stored.dtype not in READABLE:
             raise UsageError(f"{stored.file}: {stored.key} is {stored.dtype}; readable are {', '.join(READABLE)}")
+
+
+def _passed_over(keys: Iterable[str], prefixes: tuple[str, ...]) -> list[str]:
+    present = [prefix for prefix in prefixes if any(key.startswith(prefix) for key in keys)]
+    return [f"text only: tensors under {prefix} are not read" for prefix in present]
 
 
 def _mtp_prefixes(names: Iterable[tuple[str, str]], depth: int, count: int) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.comm.errors import UsageError
-from lockstep.models import dummy, families, scales
+from lockstep.models import dummy, families, scales, stacks
 from lockstep.models.config import Config
 from lockstep.models.storage import Stored, read_header
 from lockstep.models.truncate import truncate
@@ -54,7 +54,7 @@ class Checkpoint:
                 if name in found:
                     raise UsageError(f"{file}: {stored.key} stands for {name}, which {found[name].key} does already")
                 found[name] = stored
-        return scales.join(found)
+        return stacks.apart(scales.join(found), self.config.fp8_block)
 
     def _files(self) -> list[Path]:
         index = self.folder / "model.safetensors.index.json"

@@ -86,18 +86,41 @@ class MLA:
 
 @dataclass(frozen=True)
 class GQA:
-    """Grouped-query attention (Ainslie et al., 2023) with optional per-head query and key norms."""
+    """Grouped-query attention (Ainslie et al., 2023) with optional per-head query and key norms.
+
+    A `gated` one multiplies its output by the sigmoid of a gate, which q_proj gives beside each head's query.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     bias: bool
     qk_norm: bool
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta net (Yang et al., 2024): a causal convolution of `taps` rows, and a state per value head.
+
+    Each key head serves value_heads / key_heads consecutive value heads. A `packed` one is stored with all projections
+    of a key head side by side (in_proj_qkvz, in_proj_ba), another as in_proj_qkv, in_proj_z, in_proj_b, in_proj_a.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    packed: bool
 
 
 @dataclass(frozen=True)
 class Router:
-    """Which experts a row goes to: scores, a selection bias, groups of experts, and the weights' scaling."""
+    """Which experts a row goes to: scores, a selection bias, groups of experts, and the weights' scaling.
+
+    `scoring` is sigmoid, or softmax, which has no selection bias.
+    """
 
     experts: int
     top_k: int
@@ -105,15 +128,20 @@ class Router:
     top_groups: int
     normalise: bool
     scale: float
+    scoring: str = "sigmoid"
 
 
 @dataclass(frozen=True)
 class MoE:
-    """Routed experts of width `inter`, and one shared expert of width `shared_inter` (0: none)."""
+    """Routed experts of width `inter`, and one shared expert of width `shared_inter` (0: none).
+
+    With `shared_gate` each row has its own weight for the shared expert, a sigmoid.
+    """
 
     router: Router
     inter: int
     shared_inter: int
+    shared_gate: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,7 +153,7 @@ class Dense:
 
 @dataclass(frozen=True)
 class Layer:
-    mixer: MLA | GQA
+    mixer: MLA | GQA | DeltaNet
     ffn: MoE | Dense
 
 
@@ -134,7 +162,9 @@ class Config:
     """A model, whatever its family. `mtp` are the decoder layers of its MTP blocks.
 
     `mtp_names` maps the names of an MTP block's parts here to checkpoint keys, `{i}` being the block's number and
-    `{n}` that number counted on from the model's own layers. `ignored` are key prefixes that hold nothing we use.
+    `{n}` that number counted on from the model's own layers. `ignored` are key prefixes that hold nothing we use, and
+    `renamed` parts of our names that the checkpoint spells otherwise. Norms are `zero_centred` where a stored weight w
+    stands for 1 + w.
     With `shares_draft_selection` the rows that recycle a draft step attend to the keys that draft step 0 selected.
     `fp8_block` is how many rows and columns of an FP8 tensor share a scale.
     """
@@ -153,9 +183,13 @@ class Config:
     ignored: tuple[str, ...] = ()
     shares_draft_selection: bool = False
     fp8_block: tuple[int, int] | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
+    zero_centred: bool = False
 
     def checkpoint_name(self, name: str) -> str:
         """The key, without its `model.` prefix, under which a checkpoint of this family keeps our parameter `name`."""
+        for ours, theirs in self.renamed:
+            name = name.replace(ours, theirs)
         if not name.startswith("mtp."):
             return name
         number, _, rest = name.removeprefix("mtp.").partition(".")
@@ -172,13 +206,13 @@ def check(config: Config, tp: int, placement: Placement, draft_tokens: int) -> N
         raise UsageError(f"this {config.family} checkpoint has no MTP layers to draft with: use --draft-tokens 0")
     for layer in (*config.layers, *config.mtp):
         mixer, ffn = layer.mixer, layer.ffn
-        _divides(tp, mixer.heads, "attention heads")
-        if isinstance(mixer, GQA) and tp % mixer.kv_heads and mixer.kv_heads % tp:
-            usable = [p for p in _divisors(mixer.heads) if not (p % mixer.kv_heads and mixer.kv_heads % p)]
-            raise UsageError(
-                f"--tp {tp} neither divides nor is a multiple of the {mixer.kv_heads} key-value heads: "
-                f"use one of {_list(usable)}"
-            )
+        if isinstance(mixer, DeltaNet):
+            _divides(tp, mixer.value_heads, "value heads of a delta net")
+            _groups(tp, mixer.value_heads, mixer.key_heads, "key heads of a delta net")
+        else:
+            _divides(tp, mixer.heads, "attention heads")
+        if isinstance(mixer, GQA):
+            _groups(tp, mixer.heads, mixer.kv_heads, "key-value heads")
         if isinstance(ffn, Dense):
             _divides(tp if placement.dense == "sliced" else 1, ffn.inter, "columns of the dense MLP")
             continue
@@ -192,6 +226,15 @@ def check(config: Config, tp: int, placement: Placement, draft_tokens: int) -> N
 def _divides(tp: int, count: int, what: str) -> None:
     if count % tp:
         raise UsageError(f"--tp {tp} does not divide the {count} {what}: use one of {_list(_divisors(count))}")
+
+
+def _groups(tp: int, heads: int, groups: int, what: str) -> None:
+    """Heads that share one of `groups` stay together, or each of their ranks holds a copy of what they share."""
+    if tp % groups and groups % tp:
+        usable = [p for p in _divisors(heads) if not (p % groups and groups % p)]
+        raise UsageError(
+            f"--tp {tp} neither divides nor is a multiple of the {groups} {what}: use one of {_list(usable)}"
+        )
 
 
 def _divisors(count: int) -> list[int]:

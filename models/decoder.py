@@ -17,11 +17,14 @@ from lockstep.comm.strategy import Placement
 from lockstep.models import config as cfg
 from lockstep.models.cache import MixerCache
 from lockstep.models.config import Config, Layer, MoE
+from lockstep.models.delta_net import GatedDeltaNet
 from lockstep.models.gqa import GroupedQueryAttention
 from lockstep.models.mla import LatentAttention
 from lockstep.models.moe import MLP, MoEFFN
 from lockstep.models.step import Step
 from lockstep.models.weights import RMSNorm, Shard
+
+Mixer = LatentAttention | GroupedQueryAttention | GatedDeltaNet
 
 
 @dataclass(frozen=True)
@@ -41,29 +44,30 @@ class Block(nn.Module):
     def __init__(self, name: str, layer: Layer, config: Config, placement: Placement, shard: Shard) -> None:
         super().__init__()
         self.name = name
-        self.input_layernorm = RMSNorm(config.hidden, config.eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden, config.eps)
-        if isinstance(layer.mixer, cfg.MLA):
-            self.self_attn: LatentAttention | GroupedQueryAttention = LatentAttention(
-                layer.mixer, config.hidden, config.rope.interleaved, shard
-            )
-        else:
-            self.self_attn = GroupedQueryAttention(layer.mixer, config.hidden, config.eps, shard)
+        self.input_layernorm = RMSNorm(config.hidden, config.eps, config.zero_centred)
+        self.post_attention_layernorm = RMSNorm(config.hidden, config.eps, config.zero_centred)
+        self.mixer_name = "linear_attn" if isinstance(layer.mixer, cfg.DeltaNet) else "self_attn"
+        self.add_module(self.mixer_name, make_mixer(layer.mixer, config, shard))
         if isinstance(layer.ffn, MoE):
             self.mlp: MoEFFN | MLP = MoEFFN(layer.ffn, config.hidden, placement, shard)
         else:
             inter = layer.ffn.inter
             self.mlp = MLP(config.hidden, inter, shard.of(inter) if placement.dense == "sliced" else None)
 
+    @property
+    def mixer(self) -> Mixer:
+        """Under the name that it has in a checkpoint."""
+        return self.get_submodule(self.mixer_name)  # type: ignore[return-value]
+
     def new_cache(self, batch: int, slots: int) -> MixerCache:
-        return self.self_attn.new_cache(batch, slots)
+        return self.mixer.new_cache(batch, slots)
 
     def forward(self, x: Stream, step: Step, cache: MixerCache) -> Stream:
         at = self.name
         residual = x.total(f"{at}.input_layernorm")
         h = residual.rowwise(self.input_layernorm, f"{at}.input_layernorm")
         h = step.convert(h, REPLICATED, f"{at}.attention.in")
-        h = Activation(self.self_attn(h.data, step.rows, cache), PARTIAL, h.tokens)
+        h = Activation(self.mixer(h.data, step.rows, cache), PARTIAL, h.tokens)
         h, residual = step.convert_pair(h, residual, step.mid, f"{at}.attention.out")
 
         residual = h.add(residual, f"{at}.post_attention_layernorm")
@@ -71,6 +75,14 @@ class Block(nn.Module):
         h = self.mlp.ffn(step.convert(h, step.ffn_in, f"{at}.ffn.in"), step, f"{at}.ffn")
         h, residual = step.convert_pair(h, residual, step.stream, f"{at}.ffn.out")
         return Stream(residual, h)
+
+
+def make_mixer(mixer: cfg.MLA | cfg.GQA | cfg.DeltaNet, config: Config, shard: Shard) -> Mixer:
+    if isinstance(mixer, cfg.MLA):
+        return LatentAttention(mixer, config.hidden, config.rope.interleaved, shard)
+    if isinstance(mixer, cfg.GQA):
+        return GroupedQueryAttention(mixer, config.hidden, config.eps, config.zero_centred, shard)
+    return GatedDeltaNet(mixer, config.hidden, config.eps, shard)
 
 
 @dataclass(frozen=True)

@@ -70,16 +70,12 @@ def law(key: str, shape: tuple[int, ...], config: Config) -> tuple[float, float]
     if key.endswith("bias"):
         return 0.0, 0.2
     if "norm" in key.rsplit(".", 2)[-2]:
-        return (0.0 if zero_centred(key, config) else 1.0), 0.7
+        return (0.0 if config.zero_centred and ".linear_attn." not in key else 1.0), 0.7
     if key.endswith("embed_tokens.weight"):
         return 0.0, math.sqrt(3.0)
     if key.endswith("conv1d.weight"):
         return 0.0, 0.5 * math.sqrt(3.0)
     return 0.0, math.sqrt(3.0 / shape[-1])
-
-
-def zero_centred(key: str, config: Config) -> bool:
-    return False
 
 
 def _place(seed: int, name: str) -> int:

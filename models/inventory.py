@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from lockstep.comm.shard import Range, Shard, shard_range
 from lockstep.comm.strategy import Placement
-from lockstep.models.config import GQA, MLA, Config, Dense, Indexer, Layer, MoE
+from lockstep.models.config import GQA, MLA, Config, DeltaNet, Dense, Indexer, Layer, MoE
 
 WIDE_BYTES = 4
 SCALE_BYTES = 4
@@ -54,20 +54,12 @@ class Entry(NamedTuple):
 def tensors(config: Config, placement: Placement, shard: Shard, num_mtp: int) -> Iterator[Entry]:
     """What the model needs with `num_mtp` of its MTP blocks, by key without prefix."""
     place = _Place(config.hidden, placement, shard)
-    first, last = shard_range(config.vocab, shard.rank, shard.size)
-    yield Entry("embed_tokens.weight", (config.vocab, config.hidden), last - first)
-    for i, layer in enumerate(config.layers):
-        yield from _block(f"layers.{i}", layer, place)
-    yield from _norm("norm", config.hidden)
-    if not config.tied:
-        yield Entry("lm_head.weight", (config.vocab, config.hidden), last - first)
     seen = set()
-    for i, layer in enumerate(config.mtp[:num_mtp]):
-        for entry in _mtp_block(f"mtp.{i}", layer, place):
-            name = config.checkpoint_name(entry.name)
-            if name not in seen:  # blocks may share what lies outside their decoder layer
-                seen.add(name)
-                yield entry._replace(name=name)
+    for entry in _parts(config, place, num_mtp):
+        name = config.checkpoint_name(entry.name)
+        if name not in seen:  # MTP blocks may share what lies outside their decoder layer
+            seen.add(name)
+            yield entry._replace(name=name)
 
 
 def whole(config: Config, num_mtp: int) -> Iterator[Entry]:
@@ -93,6 +85,23 @@ class _Place:
         return self.shard.of(count) if sliced else (0, count)
 
 
+def _parts(config: Config, place: _Place, num_mtp: int) -> Iterator[Entry]:
+    """By our own names."""
+    first, last = shard_range(config.vocab, place.shard.rank, place.shard.size)
+    vocabulary = Entry("embed_tokens.weight", (config.vocab, config.hidden), last - first)
+    yield vocabulary
+    for i, layer in enumerate(config.layers):
+        yield from _block(f"layers.{i}", layer, place)
+    yield from _norm("norm", config.hidden)
+    if not config.tied:
+        yield vocabulary._replace(name="lm_head.weight")
+    for i, layer in enumerate(config.mtp[:num_mtp]):
+        for name in ("enorm", "hnorm", "norm"):
+            yield from _norm(f"mtp.{i}.{name}", config.hidden)
+        yield from _linear(f"mtp.{i}.eh_proj", 2 * config.hidden, config.hidden)
+        yield from _block(f"mtp.{i}.block", layer, place)
+
+
 def _linear(
     at: str, inputs: int, outputs: int, *, bias: bool = False, rows: int | None = None, cols: Range | None = None
 ) -> Iterator[Entry]:
@@ -111,20 +120,15 @@ def _block(at: str, layer: Layer, place: _Place) -> Iterator[Entry]:
     yield from _norm(f"{at}.post_attention_layernorm", place.hidden)
     if isinstance(layer.mixer, MLA):
         yield from _mla(f"{at}.self_attn", layer.mixer, place)
-    else:
+    elif isinstance(layer.mixer, GQA):
         yield from _gqa(f"{at}.self_attn", layer.mixer, place)
+    else:
+        yield from _delta_net(f"{at}.linear_attn", layer.mixer, place)
     if isinstance(layer.ffn, Dense):
         part = place.part(layer.ffn.inter, place.placement.dense == "sliced")
         yield from _mlp(f"{at}.mlp", place.hidden, layer.ffn.inter, part)
     else:
         yield from _moe(f"{at}.mlp", layer.ffn, place)
-
-
-def _mtp_block(at: str, layer: Layer, place: _Place) -> Iterator[Entry]:
-    for name in ("enorm", "hnorm", "norm"):
-        yield from _norm(f"{at}.{name}", place.hidden)
-    yield from _linear(f"{at}.eh_proj", 2 * place.hidden, place.hidden)
-    yield from _block(f"{at}.block", layer, place)
 
 
 def _mla(at: str, c: MLA, place: _Place) -> Iterator[Entry]:
@@ -156,13 +160,42 @@ def _indexer(at: str, c: Indexer, hidden: int, q_lora: int) -> Iterator[Entry]:
 
 def _gqa(at: str, c: GQA, place: _Place) -> Iterator[Entry]:
     heads, kv, d = place.shard.of(c.heads), place.shard.copy_of(c.kv_heads), c.head_dim
-    for name, count, part in (("q_proj", c.heads, heads), ("k_proj", c.kv_heads, kv), ("v_proj", c.kv_heads, kv)):
-        rows = (part[1] - part[0]) * d
-        yield from _linear(f"{at}.{name}", place.hidden, count * d, bias=c.bias, rows=rows)
-    yield from _linear(f"{at}.o_proj", c.heads * d, place.hidden, cols=(heads[0] * d, heads[1] * d))
+    query = 2 * d if c.gated else d
+    for name, count, part, width in (
+        ("q_proj", c.heads, heads, query),
+        ("k_proj", c.kv_heads, kv, d),
+        ("v_proj", c.kv_heads, kv, d),
+    ):
+        rows = (part[1] - part[0]) * width
+        yield from _linear(f"{at}.{name}", place.hidden, count * width, bias=c.bias, rows=rows)
+    cols = heads[0] * d, heads[1] * d
+    yield from _linear(f"{at}.o_proj", c.heads * d, place.hidden, bias=c.bias and c.gated, cols=cols)
     if c.qk_norm:
         yield from _norm(f"{at}.q_norm", d)
         yield from _norm(f"{at}.k_norm", d)
+
+
+def _delta_net(at: str, c: DeltaNet, place: _Place) -> Iterator[Entry]:
+    first, last = place.shard.of(c.value_heads)
+    per = c.value_heads // c.key_heads
+    values, keys = last - first, -(-last // per) - first // per
+    key, value = keys * c.key_dim, values * c.value_dim
+    all_key, all_value = c.key_heads * c.key_dim, c.value_heads * c.value_dim
+    if c.packed:
+        projections = [
+            ("in_proj_qkvz", 2 * (all_key + all_value), 2 * (key + value)),
+            ("in_proj_ba", 2 * c.value_heads, 2 * values),
+        ]
+    else:
+        projections = [("in_proj_qkv", 2 * all_key + all_value, 2 * key + value), ("in_proj_z", all_value, value)]
+        projections += [(name, c.value_heads, values) for name in ("in_proj_b", "in_proj_a")]
+    for name, outputs, rows in projections:
+        yield from _linear(f"{at}.{name}", place.hidden, outputs, rows=rows)
+    yield Entry(f"{at}.conv1d.weight", (2 * all_key + all_value, 1, c.taps), 2 * key + value)
+    for name in ("A_log", "dt_bias"):
+        yield Entry(f"{at}.{name}", (c.value_heads,), values, wide=True)
+    yield from _norm(f"{at}.norm", c.value_dim)
+    yield from _linear(f"{at}.out_proj", all_value, place.hidden, cols=(first * c.value_dim, last * c.value_dim))
 
 
 def _mlp(at: str, hidden: int, inter: int, part: Range) -> Iterator[Entry]:
@@ -174,7 +207,8 @@ def _mlp(at: str, hidden: int, inter: int, part: Range) -> Iterator[Entry]:
 def _moe(at: str, c: MoE, place: _Place) -> Iterator[Entry]:
     experts, owned = c.router.experts, place.placement.experts == "owned"
     yield Entry(f"{at}.gate.weight", (experts, place.hidden), experts, wide=True)
-    yield Entry(f"{at}.gate.e_score_correction_bias", (experts,), experts, wide=True)
+    if c.router.scoring == "sigmoid":
+        yield Entry(f"{at}.gate.e_score_correction_bias", (experts,), experts, wide=True)
     here, part = place.part(experts, owned), place.part(c.inter, not owned)
     for expert in range(experts):
         columns = part if here[0] <= expert < here[1] else (0, 0)
@@ -183,3 +217,5 @@ def _moe(at: str, c: MoE, place: _Place) -> Iterator[Entry]:
     if c.shared_inter:
         part = place.part(c.shared_inter, place.placement.shared == "sliced")
         yield from _mlp(f"{at}.shared_experts", place.hidden, c.shared_inter, part)
+    if c.shared_gate:
+        yield from _linear(f"{at}.shared_expert_gate", place.hidden, 1)

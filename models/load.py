@@ -5,7 +5,7 @@ Names and shapes are checked against the headers before the first weight is read
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +69,7 @@ def load(
         progress(done, total)
     notes = [note for block in model.mtp for note in _own_vocabulary(block, model, tensors, reader, shard)]  # type: ignore[arg-type]
     notes += _unused_head(model, tensors, reader)
+    notes += _passed_over(tensors, checkpoint.config.ignored)
     source.close()
     is_fp8 = any(tensors[key].scale for key, _, _ in placed)
     return Loaded(model.eval(), num_bytes(model), "keep" if scaled else "dequantise" if is_fp8 else "-", tuple(notes))
@@ -139,3 +140,8 @@ def _unused_head(model: Model, tensors: dict[str, Stored], reader: Reader) -> li
     if not model.config.tied or stored is None or reader.equals(model.lm_head.weight, stored, (model.lm_head.here,)):
         return []
     return [f"{stored.key} differs from the embedding and is not used: config.json ties the head to the embedding"]
+
+
+def _passed_over(keys: Iterable[str], prefixes: tuple[str, ...]) -> list[str]:
+    present = [prefix for prefix in prefixes if any(key.startswith(prefix) for key in keys)]
+    return [f"text only: tensors under {prefix} are not read" for prefix in present]

@@ -30,11 +30,13 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(
             Block(f"layers.{i}", layer, config, placement, shard) for i, layer in enumerate(config.layers)
         )
-        self.norm = RMSNorm(config.hidden, config.eps)
+        self.norm = RMSNorm(config.hidden, config.eps, config.zero_centred)
         self.lm_head = self.embed_tokens if config.tied else Vocabulary(config.vocab, config.hidden, shard)
         self.mtp = nn.ModuleList(
             MTP(f"mtp.{i}", layer, config, placement, shard) for i, layer in enumerate(config.mtp[:num_mtp])
         )
+        for block in self.mtp[1:]:
+            block.share(self.mtp[0], config)  # type: ignore[operator]
         self.rotary: RotaryTable | None = None
 
     def new_cache(self, batch: int, slots: int) -> Cache:
@@ -93,14 +95,21 @@ class MTP(nn.Module):
     def __init__(self, name: str, layer: Layer, config: Config, placement: Placement, shard: Shard) -> None:
         super().__init__()
         self.name = name
-        self.enorm = RMSNorm(config.hidden, config.eps)
-        self.hnorm = RMSNorm(config.hidden, config.eps)
+        self.enorm = RMSNorm(config.hidden, config.eps, config.zero_centred)
+        self.hnorm = RMSNorm(config.hidden, config.eps, config.zero_centred)
         self.eh_proj = Linear(2 * config.hidden, config.hidden)
         self.block = Block(name, layer, config, placement, shard)
-        self.norm = RMSNorm(config.hidden, config.eps)
+        self.norm = RMSNorm(config.hidden, config.eps, config.zero_centred)
         # Present only where the checkpoint has its own, different from the target's (models/load.py).
         self.embed_tokens: Vocabulary | None = None
         self.head: Vocabulary | None = None
+
+    def share(self, first: MTP, config: Config) -> None:
+        """Have the first block's layers for what the checkpoint stores once for all blocks."""
+        for part in ("enorm", "hnorm", "eh_proj", "norm"):
+            ours, theirs = (config.checkpoint_name(f"{block.name}.{part}.weight") for block in (self, first))
+            if ours == theirs:
+                setattr(self, part, getattr(first, part))
 
     def new_cache(self, batch: int, slots: int) -> Cache:
         return Cache([self.block.new_cache(batch, slots)], batch)

@@ -41,19 +41,24 @@ class MLP(nn.Module):
 
 
 class Router(nn.Module):
-    """Sigmoid scores; a per-expert bias takes part in the choice, not in the weights (DeepSeek-V3, section 2.1.2)."""
+    """Scores of the experts; a bias, where there is one, takes part in the choice and not in the weights.
+
+    Sigmoid scores with a bias are DeepSeek-V3's (section 2.1.2), softmax scores Qwen's.
+    """
 
     def __init__(self, cfg: config.Router, hidden: int) -> None:
         super().__init__()
         self.config = cfg
         self.weight = nn.Parameter(torch.empty(cfg.experts, hidden), requires_grad=False)
-        self.e_score_correction_bias = nn.Parameter(torch.empty(cfg.experts), requires_grad=False)
+        biased = cfg.scoring == "sigmoid"
+        self.e_score_correction_bias = nn.Parameter(torch.empty(cfg.experts), requires_grad=False) if biased else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[T, H] -> weights [T, K] (float32 or wider) and expert ids [T, K]."""
         c = self.config
-        scores = F.linear(x.to(self.weight.dtype), self.weight).sigmoid()
-        choice = scores + self.e_score_correction_bias
+        logits = F.linear(x.to(self.weight.dtype), self.weight)
+        scores = logits.sigmoid() if c.scoring == "sigmoid" else logits.softmax(-1)
+        choice = scores if self.e_score_correction_bias is None else scores + self.e_score_correction_bias
         if c.groups > 1:
             grouped = choice.unflatten(-1, (c.groups, -1))  # [T, G, E / G]
             best = grouped.topk(2, -1).values.sum(-1).topk(c.top_groups, -1).indices
@@ -69,7 +74,7 @@ class Router(nn.Module):
     wide_parameters = ("weight", "e_score_correction_bias")
 
     def pieces(self) -> list[Piece]:
-        return [whole("weight", self.weight), whole("e_score_correction_bias", self.e_score_correction_bias)]
+        return [whole(name, parameter) for name, parameter in self.named_parameters(recurse=False)]
 
 
 class MoEFFN(nn.Module):
@@ -89,6 +94,7 @@ class MoEFFN(nn.Module):
         )
         part = shard.of(cfg.shared_inter) if placement.shared == "sliced" else None
         self.shared_experts = MLP(hidden, cfg.shared_inter, part) if cfg.shared_inter else None
+        self.shared_expert_gate = Linear(hidden, 1) if cfg.shared_gate else None
 
     def ffn(self, x: Activation, step: Step, at: str) -> Activation:
         """Rows in the layout of `ffn_in` -> their sums: PARTIAL, or SHARDED where the rows had to travel."""
@@ -99,14 +105,19 @@ class MoEFFN(nn.Module):
         if self.shared_experts is None or self.placement.shared == "sliced":
             return routed
         # The shared expert is whole on every rank, so it may join only a sum that is finished (vllm#49122).
-        shared = x.rowwise(self.shared_experts, f"{at}.shared")
+        shared = x.rowwise(self._shared, f"{at}.shared")
         return step.convert(routed, shared.layout, f"{at}.combine").add(shared, f"{at}.shared")
+
+    def _shared(self, x: Tensor) -> Tensor:
+        assert self.shared_experts
+        y: Tensor = self.shared_experts(x)
+        return y if self.shared_expert_gate is None else y * self.shared_expert_gate(x).sigmoid()
 
     def _gathered(self, x: Activation, step: Step, at: str) -> Activation:
         full = step.convert(x, REPLICATED, f"{at}.dispatch")
         y = self.experts(full.data, *self.gate(full.data), step.kernel)
         if self.shared_experts is not None and self.placement.shared == "sliced":
-            y = y + self.shared_experts(full.data)
+            y = y + self._shared(full.data)
         part = Activation(y, PARTIAL, x.tokens)
         return step.convert(part, SHARDED, f"{at}.combine") if x.layout is SHARDED else part
 

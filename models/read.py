@@ -110,6 +110,7 @@ class Reader:
         """The scales of a region for each of its rows: [..., rows, blocks of columns that it touches]."""
         assert stored.scale is not None
         *lead, rows, columns = _whole(stored, region)
+        rows = slice(rows.start + stored.rows_before, rows.stop + stored.rows_before)
         touched = tuple(
             slice(part.start // size, -(-part.stop // size))
             for part, size in zip((rows, columns), self.block, strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -60,6 +61,38 @@ class Rows:
                 out.append((b, row, row + count))
             row += count
         return out
+
+    @cached_property
+    def first_slots(self) -> Tensor:
+        """`starts` [B] on the device."""
+        return torch.tensor(self.starts, dtype=torch.long).to(self.device)
+
+    @cached_property
+    def present(self) -> list[int]:
+        """The sequences that have rows."""
+        return [b for b, count in enumerate(self.counts) if count]
+
+    @cached_property
+    def places(self) -> Tensor | None:
+        """Each row's place [T] in what `fold` flattens to; None where nothing lies between the rows."""
+        longest = max(self.counts)
+        if len(self.present) * longest == self.total:
+            return None
+        numbers = [i * longest + row for i, b in enumerate(self.present) for row in range(self.counts[b])]
+        return torch.tensor(numbers, dtype=torch.long).to(self.device)
+
+    def fold(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [sequences that have rows, most rows of one, ...], zero past a sequence's own rows."""
+        if self.places is not None:
+            spread = x.new_zeros(len(self.present) * max(self.counts), *x.shape[1:])
+            spread[self.places] = x
+            x = spread
+        return x.view(len(self.present), -1, *x.shape[1:])
+
+    def unfold(self, x: Tensor) -> Tensor:
+        """Undo `fold`."""
+        flat = x.flatten(0, 1)
+        return flat if self.places is None else flat[self.places]
 
     def length(self, b: int) -> int:
         """Slots of sequence b in use once these rows are written."""

@@ -35,7 +35,8 @@ def unreadable(stored: Stored, block: tuple[int, int] | None) -> str | None:
         return f"{stored.key} is FP8 and no matrix, so it has no blocks to scale"
     if stored.scale is None:
         return f"{stored.key} is FP8, and its scales {stored.key}{SUFFIX} are missing"
-    scale, shape = stored.scale, scale_shape(stored.shape, block)
+    *lead, rows, cols = stored.shape
+    scale, shape = stored.scale, scale_shape((*lead, stored.rows_before + rows, cols), block)
     if scale.shape != shape or scale.dtype not in SCALE_DTYPES:
         blocks = f"blocks of {block[0]} x {block[1]} in {list(stored.shape)}"
         return f"{scale.key} is {scale.dtype} {list(scale.shape)}; {blocks} have {list(shape)} of {SCALE_DTYPES[0]}"

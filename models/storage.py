@@ -21,7 +21,8 @@ MAX_HEADER_BYTES = 100 << 20
 class Stored:
     """One tensor in a file, under the key it has there; its bytes start at `offset`.
 
-    An FP8 tensor has `scale`: another tensor, with one factor per block of its last two dimensions.
+    An FP8 tensor has `scale`: another tensor, with one factor per block of its last two dimensions. Of its first row of
+    blocks `rows_before` rows belong to another tensor.
     """
 
     file: Path
@@ -30,6 +31,7 @@ class Stored:
     dtype: str
     offset: int
     scale: Stored | None = None
+    rows_before: int = 0
 
 
 def read_header(file: Path) -> Iterator[Stored]:

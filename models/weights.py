@@ -79,16 +79,21 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, computed in float32 or wider."""
+    """Root-mean-square norm over the last dimension, computed in float32 or wider.
 
-    def __init__(self, width: int, eps: float) -> None:
+    The weight of a `zero_centred` one is stored less 1; it multiplies before the result is narrowed, the other after.
+    """
+
+    def __init__(self, width: int, eps: float, zero_centred: bool = False) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centred = eps, zero_centred
         self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(wider(x.dtype))
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.zero_centred:
+            return (wide * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
         return wide.to(x.dtype) * self.weight
 
     def pieces(self) -> Iterator[Piece]:

@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]
 
 
 def write(checkpoint: Checkpoint, out: Path, max_shard_bytes: int, progress: Progress) -> list[Path]:
-    """Write what `checkpoint`, a dummy one, is, to the folder `out`, tensor by tensor. `progress(done, total)` in bytes.
+    """Write a dummy checkpoint to the folder `out`, tensor by tensor. `progress(done, total)` counts bytes.
 
     The folder appears when it is complete. Raises UsageError where it exists, or does not fit the disk.
     """

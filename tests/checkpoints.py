@@ -434,6 +434,20 @@ def read(folder: Path) -> Tensors:
     return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
 
 
+def apart(folder: Path) -> Tensors:
+    """All tensors, of stacked experts each expert's."""
+    tensors = {}
+    for key, tensor in read(folder).items():
+        prefix, _, kind = key.rpartition(".")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind)
+        for e, matrix in enumerate(tensor if parts else ()):
+            for part, rows in zip(parts or (), matrix.chunk(len(parts or ())), strict=True):
+                tensors[f"{prefix}.{e}.{part}.weight"] = rows.clone()
+        if not parts:
+            tensors[key] = tensor
+    return tensors
+
+
 def write(folder: Path, tensors: Tensors, files: int = 1) -> Path:
     """Replace the weights; more than one file means shards with an index."""
     for old in folder.glob("*.safetensors*"):

@@ -16,7 +16,7 @@ from lockstep.comm.group import Group
 from lockstep.comm.layout import PARTIAL, REPLICATED, SHARDED, Activation
 from lockstep.engine import draft, speculate
 from lockstep.engine.sequence import Sequence
-from lockstep.models import decoder, mla, model, moe
+from lockstep.models import decoder, delta_net, delta_rule, mla, model, moe
 from lockstep.models.cache import Cache
 
 Patch = Callable[[Any, str, Any], None]
@@ -214,6 +214,24 @@ def b6_draft_cache_not_filled(patch: Patch, group: Group) -> None:
             self.pending[b] = [torch.cat(self.pending[b])[count:]] if self.pending[b] else []
 
     patch(draft.Drafter, "fill", skip)
+
+
+def b7_rejected_rows_stay_in_the_state(patch: Patch, group: Group) -> None:
+    """A recurrent state is treated like cache slots: its lengths go back, it does not."""
+    patch(delta_net, "write", lambda state, written, counts: delta_rule.write(state, written, counts + 99))
+
+
+def b7_inputs_not_restored(patch: Patch, group: Group) -> None:
+    """The state goes back, the convolution's last inputs do not."""
+    settle = delta_net.DeltaNetCache._settle
+
+    def newest(self: Any, lengths: Any) -> None:
+        recent = self.recent
+        settle(self, lengths)
+        if recent is not None and len(recent.rows.present) == len(self.lengths):
+            self.inputs = recent.inputs[:, -self.inputs.shape[1] :]
+
+    patch(delta_net.DeltaNetCache, "_settle", newest)
 
 
 def b10_lengths_not_advanced_per_sequence(patch: Patch, group: Group) -> None:

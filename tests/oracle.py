@@ -26,16 +26,17 @@ R = TypeVar("R")
 class TrueFloat64(TorchFunctionMode):
     """Lifts the float32 islands of transformers (norms, softmax, router, indexer, delta rule): float64 stays float64.
 
-    RoPE angles stay float32, because they start from integer positions. Top-k ties go to the lowest index.
+    RoPE angles stay float32, because they start from integer positions. Top-k ties go to the lowest index, in every
+    dtype: an index score is exactly zero for every key that no head likes.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in (torch.topk, torch.Tensor.topk):
+            return lowest_index_topk(*args, **kwargs)
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
                 return args[0]
-            if func in (torch.topk, torch.Tensor.topk):
-                return lowest_index_topk(*args, **kwargs)
             if len(args) > 1:
                 args = tuple([torch.float64 if a is torch.float32 else a for a in args])
             if kwargs:

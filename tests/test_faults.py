@@ -59,8 +59,14 @@ def probe(group: Group, folder: Path, strategy: Any, fault: str | None, eos: int
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize("fault", [None, *FAULTS], ids=str)
-@pytest.mark.parametrize("family", ("deepseek_v3",))
+@pytest.mark.parametrize(
+    "family,fault",
+    [
+        ("deepseek_v3", None),
+        ("qwen3_next", None),
+        *(("qwen3_next" if fault.startswith("b7") else "deepseek_v3", fault) for fault in FAULTS),
+    ],
+)
 def test_every_fault_is_seen(ranks: Any, family: str, fault: str | None) -> None:
     folder = cached(family, draft="random" if fault == "b3_position_one_late" else "aligned", overrides=YARN_FAST)
     name, fields = STRATEGIES.get(fault or "", ("sp-late", {"exit": "gather-norm"}))

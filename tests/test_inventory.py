@@ -18,12 +18,11 @@ from lockstep.models.load import load
 from lockstep.models.model import Model
 from lockstep.models.weights import Shard
 
-PLACEMENTS = [
-    Placement(experts, dense, shared)
-    for experts in ("owned", "sliced")
-    for dense in ("sliced", "replicated")
-    for shared in ("sliced", "replicated")
-]
+PLACEMENTS = (
+    Placement("owned", "sliced", "replicated"),
+    Placement("owned", "replicated", "sliced"),
+    Placement("sliced", "sliced", "sliced"),
+)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "two MTP blocks": {"mtp_layers": 2},
@@ -45,7 +44,7 @@ def config_of(family: str, variant: str) -> Any:
 def test_same_as_the_layers(family: str, variant: str, size: int) -> None:
     config = config_of(family, variant)
     for placement in PLACEMENTS:
-        for rank in range(size):
+        for rank in {0, size // 2, size - 1}:
             shard = Shard(rank, size)
             with torch.device("meta"):
                 model = Model(config, placement, shard, len(config.mtp))

@@ -17,6 +17,17 @@ NUMBERED_MTP = (
     ("block.", "layers.{n}."),
 )
 
+# Qwen's MTP blocks: layers of their own, behind one projection and before one norm that they share.
+QWEN_MTP = (
+    ("embed_tokens.", "mtp.embed_tokens."),
+    ("enorm.", "mtp.pre_fc_norm_embedding."),
+    ("hnorm.", "mtp.pre_fc_norm_hidden."),
+    ("eh_proj.", "mtp.fc."),
+    ("norm.", "mtp.norm."),
+    ("head.", "mtp.lm_head."),
+    ("block.", "mtp.layers.{i}."),
+)
+
 
 def rope(raw: dict[str, Any], dim: int, *, interleaved: bool) -> Rope:
     """From `rope_parameters`, or from `rope_theta` and `rope_scaling` as files released before 2026 have it."""

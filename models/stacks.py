@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores as one stack per layer, taken apart into the matrices that others store.
+"""Experts that a checkpoint stores as one stack per layer: taken apart into the matrices that others store, and back.
 
 Nothing here imports torch. E experts, gate rows over up rows: gate_up_proj [E, 2I, H], down_proj [E, H, I].
 """
@@ -6,7 +6,7 @@ Nothing here imports torch. E experts, gate rows over up rows: gate_up_proj [E, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from lockstep.comm.errors import UsageError
@@ -44,6 +44,25 @@ def _matrices(name: str, stored: Stored, block: tuple[int, int]) -> Iterator[tup
                 scale = _rows(_rows(stored.scale, expert), rows)
                 matrix = replace(matrix, scale=scale, rows_before=first % block[0])
             yield f"{prefix}.{expert}.{part}.weight", matrix
+
+
+def together(tensors: Iterable[Stored]) -> Iterator[tuple[str, tuple[int, ...], list[Stored]]]:
+    """Key, shape and parts of each tensor to write, with a stack in place of the matrices of a layer's experts.
+
+    `tensors` has each expert's gate before its up, and the experts in order.
+    """
+    kinds = {f"{part}.weight": kind for kind, parts in PARTS.items() for part in parts}
+    stacks: dict[str, list[Stored]] = {}
+    for stored in tensors:
+        before, found, rest = stored.key.partition(".experts.")
+        kind = kinds.get(rest.partition(".")[2])
+        stacks.setdefault(f"{before}.experts.{kind}" if found and kind else stored.key, []).append(stored)
+    for key, parts in stacks.items():
+        shape = parts[0].shape
+        if key != parts[0].key:
+            per_expert = len(PARTS[key.rpartition(".")[2]])
+            shape = (len(parts) // per_expert, per_expert * shape[0], shape[1])
+        yield key, shape, parts
 
 
 def _rows(stored: Stored, part: int | slice) -> Stored:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.errors import LayoutError
-from lockstep.comm.layout import PARTIAL, REPLICATED, SHARDED, Activation, Layout, shard_range
+from lockstep.comm.layout import PARTIAL, REPLICATED, SHARDED, Activation, Layout
 from lockstep.comm.ledger import Ledger
+from lockstep.comm.shard import shard_range
 from lockstep.comm.transport import TorchTransport
 
 

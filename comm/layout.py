@@ -29,12 +29,6 @@ class Layout(enum.Enum):
 REPLICATED, SHARDED, PARTIAL = Layout.REPLICATED, Layout.SHARDED, Layout.PARTIAL
 
 
-def shard_range(tokens: int, rank: int, size: int) -> tuple[int, int]:
-    """First and past-the-last row of `rank`'s shard of `tokens` rows. Padding rows are never part of it."""
-    chunk = -(-tokens // size)
-    return min(rank * chunk, tokens), min((rank + 1) * chunk, tokens)
-
-
 @dataclass(frozen=True, slots=True)
 class Activation:
     """`data` [rows here, ...] of a value of `tokens` rows, in `layout`.

@@ -14,6 +14,8 @@ class Job:
     """One generation run, as every rank is given it. `model` is a checkpoint folder, `dtype` "auto" the checkpoint's.
 
     `prefill_chunk` is the most prompt tokens of one sequence in one forward; `batch` the most sequences at once.
+    `weights` "keep" leaves FP8 weights as they are in memory, "dequantise" does not, "auto" is keep on CUDA only.
+    `load_format` "dummy" takes random weights for a config.json, with `num_layers` of its decoder layers.
     """
 
     model: str
@@ -29,6 +31,9 @@ class Job:
     batch: int = 16
     ignore_eos: bool = False
     expert_kernel: str = "auto"
+    weights: str = "auto"
+    load_format: str = "auto"
+    num_layers: int | None = None
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,10 @@ from lockstep.engine.requests import Committed, Job, Progress
 from lockstep.engine.sequence import Sequence
 from lockstep.engine.settings import Settings
 from lockstep.engine.speculate import Batch, Clock
-from lockstep.models.checkpoint import Checkpoint, open_checkpoint
+from lockstep.models import kernels
+from lockstep.models.checkpoint import Checkpoint, open_checkpoint, open_dummy
 from lockstep.models.config import check
+from lockstep.models.kernels import Work
 from lockstep.models.load import Loaded, load
 from lockstep.models.weights import Shard
 
@@ -23,15 +25,14 @@ Emit = Callable[[Any], None]
 
 def generate(group: Group, emit: Emit, job: Job) -> dict[str, Any]:
     """Run `job` as one rank of its group. Every rank returns the same result; rank 0 emits Progress and Committed."""
-    checkpoint = open_checkpoint(job.model)
+    checkpoint = checkpoint_of(job)
     check(checkpoint.config, job.tp, job.strategy.placement, job.draft_tokens)
+    kernel = kernel_for(job, checkpoint, group)
     tell = emit if group.rank == 0 else _silent
     began = time.perf_counter()
     loaded = load_for(job, checkpoint, group, tell)
     load_s = time.perf_counter() - began
-    settings = Settings(
-        group, job.strategy, job.draft_tokens, job.recycle, job.prefill_chunk, kernel_for(job.expert_kernel)
-    )
+    settings = Settings(group, job.strategy, job.draft_tokens, job.recycle, job.prefill_chunk, kernel)
     sequences = sequences_of(job, checkpoint)
     clocks = []
     for start in range(0, len(sequences), job.batch):
@@ -40,13 +41,19 @@ def generate(group: Group, emit: Emit, job: Job) -> dict[str, Any]:
         clocks.append(batch.clock)
         tell(Progress("decode", min(start + job.batch, len(sequences)), len(sequences)))
     return {
-        "effective": effective(job, checkpoint, settings),
+        "effective": effective(job, checkpoint, settings) | {"weights": loaded.weights},
         "requests": [_request(s) for s in sequences],
         "acceptance": acceptance(sequences, job.draft_tokens),
         "timings": {"load_s": load_s} | timings(clocks, sequences),
         "ledger": group.ledger.rows(),
-        "notes": [*job.strategy.notes, *loaded.notes],
+        "notes": [*job.strategy.notes, *loaded.notes, *_about_weights(job, loaded, group)],
     }
+
+
+def checkpoint_of(job: Job) -> Checkpoint:
+    if job.load_format == "dummy":
+        return open_dummy(job.model, num_layers=job.num_layers)
+    return open_checkpoint(job.model)
 
 
 def load_for(job: Job, checkpoint: Checkpoint, group: Group, emit: Emit) -> Loaded:
@@ -58,6 +65,7 @@ def load_for(job: Job, checkpoint: Checkpoint, group: Group, emit: Emit) -> Load
         draft_tokens=job.draft_tokens,
         dtype=dtype_of(job, checkpoint),
         device=group.device,
+        keep_fp8=keeps_fp8(job, group),
         progress=lambda done, total: emit(Progress("load", done, total)),
     )
 
@@ -67,9 +75,24 @@ def dtype_of(job: Job, checkpoint: Checkpoint) -> torch.dtype:
     return dtype
 
 
-def kernel_for(asked: str) -> str:
-    """The expert kernel to use: the sorted loop wins at every row count on a CPU (benchmarks)."""
-    return "loop" if asked == "auto" else asked
+def keeps_fp8(job: Job, group: Group) -> bool:
+    """By default where memory is short: on CUDA. A product then makes its weight dense, which a CPU is slow at."""
+    return job.weights == "keep" or (job.weights == "auto" and group.device.type == "cuda")
+
+
+def _about_weights(job: Job, loaded: Loaded, group: Group) -> list[str]:
+    if loaded.weights == "keep" and group.device.type == "cpu":
+        return ["weights kept in FP8 are made dense for each product, which is slow on a CPU"]
+    if job.weights == "keep" and loaded.weights != "keep":
+        return ["weights keep has no effect: no weight on this rank is kept in FP8"]
+    return []
+
+
+def kernel_for(job: Job, checkpoint: Checkpoint, group: Group) -> str:
+    """The expert kernel to use. Raises UsageError where the one that is asked for cannot run this model so."""
+    dtype, device = str(dtype_of(job, checkpoint)).removeprefix("torch."), group.device.type
+    placement, keep_fp8 = job.strategy.placement, keeps_fp8(job, group)
+    return kernels.choose(job.expert_kernel, Work(checkpoint.config, placement, job.tp, dtype, device, keep_fp8))
 
 
 def sequences_of(job: Job, checkpoint: Checkpoint) -> list[Sequence]:
@@ -92,6 +115,8 @@ def effective(job: Job, checkpoint: Checkpoint, settings: Settings) -> dict[str,
         "prefill_chunk": job.prefill_chunk,
         "batch": job.batch,
         "expert_kernel": settings.kernel,
+        "load_format": job.load_format,
+        "layers": len(checkpoint.config.layers),
     }
 
 

@@ -7,46 +7,29 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from lockstep.comm.errors import UsageError
-from lockstep.models import families
+from lockstep.models import dummy, families, scales, stacks
 from lockstep.models.config import Config
+from lockstep.models.storage import Stored, read_header
+from lockstep.models.truncate import truncate
 
 # Where engines and training codes put the decoder: the rest of a key is the same everywhere.
 PREFIX = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?")
 
 
 @dataclass(frozen=True)
-class Stored:
-    """One tensor in a file, under the key it has there; or, of a stack of experts, the matrix at `place`."""
-
-    file: Path
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-    place: tuple[int, int] | None = None  # expert, first row
-
-    def region(self, source: tuple[slice, ...]) -> tuple[int | slice, ...]:
-        """Where the region `source` of this tensor lies in what the file has under `key`."""
-        if self.place is None:
-            return source
-        expert, first = self.place
-        start, stop, _ = (source[0] if source else slice(None)).indices(self.shape[0])
-        return expert, slice(first + start, first + stop), *source[1:]
-
-
-@dataclass(frozen=True)
 class Checkpoint:
+    """A folder's configuration and tensors; with `dummy_seed` these are random numbers (models/dummy.py)."""
+
     folder: Path
     raw: dict[str, Any]
     config: Config
     generation: dict[str, Any]
+    dummy_seed: int | None = None
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -58,28 +41,28 @@ class Checkpoint:
         return frozenset()
 
     def tensors(self) -> dict[str, Stored]:
-        """Every tensor by its key without prefix. Raises UsageError naming a missing or damaged file."""
+        """Every tensor by its key without prefix, FP8 ones with their scales.
+
+        Raises UsageError naming a missing or damaged file.
+        """
+        if self.dummy_seed is not None:
+            return dummy.tensors(self.config, self.raw, self.folder / "config.json", self.dummy_seed)
         found: dict[str, Stored] = {}
         for file in self._files():
-            try:
-                with safe_open(file, framework="numpy") as handle:
-                    for key in handle.keys():  # noqa: SIM118 (the handle itself is not iterable)
-                        part = handle.get_slice(key)
-                        stored = Stored(file, key, tuple(part.get_shape()), part.get_dtype())
-                        for name, tensor in _per_expert(PREFIX.sub("", key), stored):
-                            if name in found:
-                                raise UsageError(
-                                    f"{file}: {key} stands for {name}, which {found[name].key} does already"
-                                )
-                            found[name] = tensor
-            except (SafetensorError, OSError) as error:
-                raise UsageError(f"{file} is damaged or incomplete ({error}); download it again") from None
-        return found
+            for stored in read_header(file):
+                name = PREFIX.sub("", stored.key)
+                if name in found:
+                    raise UsageError(f"{file}: {stored.key} stands for {name}, which {found[name].key} does already")
+                found[name] = stored
+        return stacks.apart(scales.join(found), self.config.fp8_block)
 
     def _files(self) -> list[Path]:
         index = self.folder / "model.safetensors.index.json"
         if index.exists():
-            names = sorted(set(_json(index)["weight_map"].values()))
+            weight_map = _json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise UsageError(f"{index} names no files (weight_map); download it again")
+            names = sorted(set(weight_map.values()))
         elif (self.folder / "model.safetensors").exists():
             names = ["model.safetensors"]
         else:
@@ -95,27 +78,30 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     folder = Path(folder)
     if not folder.is_dir():
         raise UsageError(f"model {folder} is not a folder; give a checkpoint folder, or the built-in model `demo`")
-    file = folder / "config.json"
+    return _opened(folder, read_config(folder), None)
+
+
+def open_dummy(path: str | Path, *, num_layers: int | None = None, seed: int = 0) -> Checkpoint:
+    """A checkpoint of random weights, for a config.json or a folder that has one."""
+    path = Path(path)
+    raw = read_config(path)
+    if num_layers is not None:
+        raw = truncate(raw, num_layers)
+    return _opened(path if path.is_dir() else path.parent, raw, seed)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The object in a config.json, given as its folder or itself. Raises UsageError."""
+    file = path / "config.json" if path.is_dir() else path
     if not file.exists():
-        raise UsageError(f"{folder} has no config.json; give the folder of a Hugging Face checkpoint")
-    raw = _json(file)
+        raise UsageError(f"{path} has no config.json; give the folder of a Hugging Face checkpoint")
+    return _json(file)
+
+
+def _opened(folder: Path, raw: dict[str, Any], dummy_seed: int | None) -> Checkpoint:
     generation = folder / "generation_config.json"
-    return Checkpoint(folder, raw, families.read(raw, str(file)), _json(generation) if generation.exists() else {})
-
-
-def _per_expert(name: str, stored: Stored) -> Iterator[tuple[str, Stored]]:
-    """A tensor under its name; a stack of experts, gate rows over up rows, as the matrices that others store apart."""
-    prefix, _, kind = name.rpartition(".")
-    if kind not in ("gate_up_proj", "down_proj") or len(stored.shape) != 3:
-        yield name, stored
-        return
-    experts, height, width = stored.shape
-    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-    height //= len(parts)
-    for expert in range(experts):
-        for i, part in enumerate(parts):
-            matrix = replace(stored, shape=(height, width), place=(expert, i * height))
-            yield f"{prefix}.{expert}.{part}.weight", matrix
+    config = families.read(raw, str(folder / "config.json"))
+    return Checkpoint(folder, raw, config, _json(generation) if generation.exists() else {}, dummy_seed)
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -166,6 +166,7 @@ class Config:
     `renamed` parts of our names that the checkpoint spells otherwise. Norms are `zero_centred` where a stored weight w
     stands for 1 + w.
     With `shares_draft_selection` the rows that recycle a draft step attend to the keys that draft step 0 selected.
+    `fp8_block` is how many rows and columns of an FP8 tensor share a scale.
     """
 
     family: str
@@ -181,6 +182,7 @@ class Config:
     mtp_names: tuple[tuple[str, str], ...]
     ignored: tuple[str, ...] = ()
     shares_draft_selection: bool = False
+    fp8_block: tuple[int, int] | None = None
     renamed: tuple[tuple[str, str], ...] = ()
     zero_centred: bool = False
 

@@ -6,13 +6,15 @@ T rows, K experts per row, E experts here, I expert width here, H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.models.fp8 import Scaled, product
 from lockstep.models.weights import Piece, wider
+
+Weights = nn.Parameter | Scaled
 
 
 class Experts(nn.Module):
@@ -27,12 +29,14 @@ class Experts(nn.Module):
         super().__init__()
         self.hidden, self.inter, self.num_experts, self.owned, self.part = hidden, inter, num_experts, owned, part
         count, width = owned[1] - owned[0], part[1] - part[0]
-        self.gate_up = nn.Parameter(torch.empty(count, 2 * width, hidden), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(count, hidden, width), requires_grad=False)
+        self.gate_up: Weights = nn.Parameter(torch.empty(count, 2 * width, hidden), requires_grad=False)
+        self.down: Weights = nn.Parameter(torch.empty(count, hidden, width), requires_grad=False)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, kernel: str) -> Tensor:
         """[T, H] rows with routing [T, K] -> [T, H]: what the experts here add to the rows' sums."""
-        return KERNELS[kernel].run(x, weights, ids - self.owned[0], self.gate_up, self.down)
+        return RUN[kernel](x, weights, ids - self.owned[0], self.gate_up, self.down)
+
+    scalable_parameters = ("gate_up", "down")
 
     def pieces(self) -> Iterator[Piece]:
         columns = slice(*self.part)
@@ -44,36 +48,58 @@ class Experts(nn.Module):
             yield Piece(up, "gate_up", wide, (columns,), (here, slice(width, 2 * width)))
             yield Piece(down, "down", tall, (slice(None), columns), (here,))
 
-    def names_elsewhere(self) -> Iterator[str]:
-        """Stored tensors that belong to this layer and lie on other ranks."""
-        for expert in range(self.num_experts):
-            if not self.owned[0] <= expert < self.owned[1]:
-                yield from names_of(expert)
-
 
 def names_of(expert: int) -> tuple[str, str, str]:
     return f"{expert}.gate_proj.weight", f"{expert}.up_proj.weight", f"{expert}.down_proj.weight"
 
 
-def loop(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """One product per expert that was hit, its rows sorted together. Reads only the weights it needs."""
-    num_experts, top_k = gate_up.shape[0], ids.shape[1]
-    flat = ids.flatten()
-    order = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts).argsort(stable=True)
-    counts = torch.bincount(flat[(flat >= 0) & (flat < num_experts)], minlength=num_experts).tolist()
-    out = torch.zeros(x.shape, dtype=wider(x.dtype), device=x.device)
+def loop(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Weights, down: Weights) -> Tensor:
+    """One product per expert that was hit, over its rows. Reads only the weights it needs."""
+    routes = Routes(ids, gate_up.shape[0])
+    rows = x[routes.rows]
+    y = torch.zeros_like(rows)
     start = 0
-    for expert, count in enumerate(counts):
+    for expert, count in enumerate(routes.counts.tolist()):
         if count:
-            pairs = order[start : start + count]
-            rows = pairs // top_k
-            y = _mlp(x[rows], gate_up[expert], down[expert])
-            out.index_add_(0, rows, y * weights.flatten()[pairs, None].to(out.dtype))
+            part = slice(start, start + count)
+            y[part] = _mlp(rows[part], gate_up[expert], down[expert])
             start += count
-    return out.to(x.dtype)
+    return routes.sums(y, weights)
 
 
-def dense(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def grouped(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Weights, down: Weights) -> Tensor:
+    """One product over all experts' rows. Nothing is read back from the device."""
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor), "models/kernels.py refuses weights that stay FP8"
+    routes = Routes(ids, gate_up.shape[0])
+    ends = routes.counts.cumsum(0, dtype=torch.int32)
+    gate, up = F.grouped_mm(x[routes.rows], gate_up.transpose(1, 2), offs=ends).chunk(2, -1)
+    y = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=ends)
+    # Past the last group are rows of experts that lie elsewhere, with any numbers.
+    return routes.sums(y.masked_fill(routes.elsewhere[:, None], 0), weights)
+
+
+class Routes:
+    """The T x K pairs of row and expert, sorted by expert; those of experts that are not here come last."""
+
+    def __init__(self, ids: Tensor, num_experts: int) -> None:
+        flat = ids.flatten()
+        expert = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
+        order = expert.argsort(stable=True)
+        self.rows = order // ids.shape[1]
+        self.elsewhere = expert[order] == num_experts
+        self.counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=ids.device)
+        self.counts = self.counts.index_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))[:num_experts]
+        self._place = torch.empty_like(order)  # of each pair in the order
+        self._place[order] = torch.arange(order.shape[0], device=ids.device)
+
+    def sums(self, y: Tensor, weights: Tensor) -> Tensor:
+        """Each row's sum over its experts, [T, H], of `y` [T * K, H] in sorted order; the same bits at every run."""
+        wide = wider(y.dtype)
+        place = self._place.view(weights.shape)
+        return F.embedding_bag(place, y.to(wide), per_sample_weights=weights.to(wide), mode="sum").to(y.dtype)
+
+
+def dense(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Weights, down: Weights) -> Tensor:
     """Every expert on every row, weighted by zero where it was not chosen: the plain form, the reference."""
     num_experts = gate_up.shape[0]
     out = torch.zeros(x.shape, dtype=wider(x.dtype), device=x.device)
@@ -83,23 +109,13 @@ def dense(x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor
     return out.to(x.dtype)
 
 
-def _mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = F.linear(x, gate_up).chunk(2, -1)
-    return F.linear(F.silu(gate) * up, down)
+def _mlp(x: Tensor, gate_up: Tensor | Scaled, down: Tensor | Scaled) -> Tensor:
+    gate, up = product(x, gate_up).chunk(2, -1)
+    return product(F.silu(gate) * up, down)
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One way to run routed experts, and what it takes."""
-
-    run: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-    dtypes: tuple[str, ...]
-    devices: tuple[str, ...]
-    min_rows: int = 0
-
-
-ALL_DTYPES = ("float32", "bfloat16", "float16", "float64")
-KERNELS = {
-    "loop": Kernel(loop, ALL_DTYPES, ("cpu", "cuda")),
-    "dense": Kernel(dense, ALL_DTYPES, ("cpu", "cuda")),
-}
+RUN: dict[str, Callable[[Tensor, Tensor, Tensor, Weights, Weights], Tensor]] = {
+    "loop": loop,
+    "grouped": grouped,
+    "dense": dense,
+}  # what each takes: models/kernels.py

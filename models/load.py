@@ -7,47 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
-from lockstep.comm.errors import UsageError
 from lockstep.comm.strategy import Placement
-from lockstep.models.checkpoint import Checkpoint, Stored
+from lockstep.models import names
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.fp8 import Scaled
 from lockstep.models.model import MTP, Model
+from lockstep.models.noise import Noise
+from lockstep.models.read import Files, Reader
+from lockstep.models.storage import Stored
 from lockstep.models.weights import Piece, Shard, Vocabulary, wider
-
-# Pages of a mapped file count as this process's memory until it is unmapped, so it is opened anew this often.
-REOPEN_BYTES = 64 << 20
-READABLE = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
 class Loaded:
+    """`weights` says what became of FP8 tensors: "keep", "dequantise", or "-" where there are none."""
+
     model: Model
     num_bytes: int
+    weights: str
     notes: tuple[str, ...]
-
-
-class Reader:
-    """Regions of stored tensors, holding little of a file in memory at a time."""
-
-    def __init__(self) -> None:
-        self.file: Path | None = None
-        self.handle: Any = None
-        self.read_bytes = 0
-
-    def __call__(self, stored: Stored, region: tuple[slice, ...]) -> Tensor:
-        if self.file != stored.file or self.read_bytes > REOPEN_BYTES:
-            self.handle = None
-            self.handle = safe_open(stored.file, framework="pt").__enter__()
-            self.file, self.read_bytes = stored.file, 0
-        part: Tensor = self.handle.get_slice(stored.key)[stored.region(region) or ...]
-        self.read_bytes += part.numel() * part.element_size()
-        return part
 
 
 def load(
@@ -58,84 +40,83 @@ def load(
     draft_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
+    keep_fp8: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Loaded:
     """The model with as many MTP blocks as `draft_tokens` can use. `progress(done, total)` counts bytes.
 
-    Raises UsageError naming tensors that are missing, unexpected, or of another shape than config.json says.
+    FP8 weights become `dtype`, or with `keep_fp8` stay as they are where a product can take them so.
+    Raises UsageError where the checkpoint is not what its config.json says (models/names.py).
     """
     num_mtp = min(draft_tokens, len(checkpoint.config.mtp))
+    tensors = checkpoint.tensors()
+    names.check(checkpoint, tensors, num_mtp)
     with torch.device("meta"):
         model = Model(checkpoint.config, placement, shard, num_mtp)
-    tensors = checkpoint.tensors()
     placed = list(model.placed_pieces())
-    _check_names(checkpoint, tensors, {key: piece for key, _, piece in placed}, set(model.names_elsewhere()), num_mtp)
-    _materialise(model, dtype, device)
+    scaled = _scaled(placed, tensors, checkpoint.config.fp8_block) if keep_fp8 else {}
+    _materialise(model, dtype, device, scaled)
     placed.sort(key=lambda item: (str(tensors[item[0]].file), item[0]))
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    reader, done = Reader(), 0
+    total = num_bytes(model)
+    source = Files() if checkpoint.dummy_seed is None else Noise(checkpoint.config)
+    reader, done = Reader(source, checkpoint.config.fp8_block), 0
     for key, layer, piece in placed:
-        target = layer.get_parameter(piece.parameter)[piece.target or ...]
-        target.copy_(reader(tensors[key], piece.source))
-        done += target.numel() * target.element_size()
+        weight = getattr(layer, piece.parameter)
+        if isinstance(weight, Scaled):
+            done += reader.into_scaled(weight, piece.target, tensors[key], piece.source)
+        else:
+            done += reader.into(weight[piece.target or ...], tensors[key], piece.source)
         progress(done, total)
     notes = [note for block in model.mtp for note in _own_vocabulary(block, model, tensors, reader, shard)]  # type: ignore[arg-type]
+    notes += _unused_head(model, tensors, reader)
     notes += _passed_over(tensors, checkpoint.config.ignored)
-    return Loaded(model.eval(), sum(p.numel() * p.element_size() for p in model.parameters()), tuple(notes))
+    source.close()
+    is_fp8 = any(tensors[key].scale for key, _, _ in placed)
+    return Loaded(model.eval(), num_bytes(model), "keep" if scaled else "dequantise" if is_fp8 else "-", tuple(notes))
 
 
-def _check_names(
-    checkpoint: Checkpoint, tensors: dict[str, Stored], needed: dict[str, Piece], elsewhere: set[str], num_mtp: int
+def num_bytes(model: Model) -> int:
+    kept = [value for layer in model.modules() for value in vars(layer).values() if isinstance(value, Scaled)]
+    return sum(p.nbytes for p in model.parameters()) + sum(weight.num_bytes() for weight in kept)
+
+
+Parameter = tuple[nn.Module, str]
+
+
+def _scaled(
+    placed: list[tuple[str, nn.Module, Piece]], tensors: dict[str, Stored], block: tuple[int, int] | None
+) -> dict[Parameter, tuple[int, int]]:
+    """Parameters that can stay FP8, with the columns of a block and those that the first one lacks (Scaled.cut).
+
+    All that a parameter is made of must be FP8, and cut alike.
+    """
+    cuts: dict[Parameter, set[int | None]] = {}
+    for key, layer, piece in placed:
+        if block and piece.parameter in getattr(layer, "scalable_parameters", ()):
+            columns = piece.source[-1].start if len(piece.source) == len(piece.shape) else None
+            cut = (columns or 0) % block[1]
+            cuts.setdefault((layer, piece.parameter), set()).add(cut if tensors[key].scale else None)
+    return {
+        parameter: (block[1], cut)
+        for parameter, found in cuts.items()
+        if block and len(found) == 1 and (cut := next(iter(found))) is not None
+    }
+
+
+def _materialise(
+    model: Model, dtype: torch.dtype, device: torch.device, scaled: dict[Parameter, tuple[int, int]]
 ) -> None:
-    config, folder = checkpoint.config, checkpoint.folder
-    missing = sorted((set(needed) | elsewhere) - set(tensors))
-    if missing:
-        drafting = all(key.startswith(_mtp_prefixes(config.mtp_names, len(config.layers), num_mtp)) for key in missing)
-        hint = "; without its MTP weights it runs with --draft-tokens 0" if drafting else ""
-        raise UsageError(f"{folder} lacks {_some(missing)}{hint}")
-    later = _mtp_prefixes(config.mtp_names, len(config.layers), len(config.mtp))
-    unexpected = sorted(
-        key for key in set(tensors) - set(needed) - elsewhere if not _ignored(key, config.ignored + later, config.tied)
-    )
-    if unexpected:
-        raise UsageError(
-            f"{folder} holds {_some(unexpected)}, which a {config.family} model of its config.json has no place for"
-        )
-    for key, piece in needed.items():
-        stored = tensors[key]
-        if stored.shape != piece.shape:
-            raise UsageError(
-                f"{stored.file}: {stored.key} has shape {list(stored.shape)}, config.json says {list(piece.shape)}"
-            )
-        if stored.dtype not in READABLE:
-            raise UsageError(f"{stored.file}: {stored.key} is {stored.dtype}; readable are {', '.join(READABLE)}")
-
-
-def _passed_over(keys: Iterable[str], prefixes: tuple[str, ...]) -> list[str]:
-    present = [prefix for prefix in prefixes if any(key.startswith(prefix) for key in keys)]
-    return [f"text only: tensors under {prefix} are not read" for prefix in present]
-
-
-def _mtp_prefixes(names: Iterable[tuple[str, str]], depth: int, count: int) -> tuple[str, ...]:
-    return tuple({theirs.format(i=i, n=depth + i) for i in range(count) for _, theirs in names})
-
-
-def _ignored(key: str, prefixes: tuple[str, ...], tied: bool) -> bool:
-    return key.startswith(prefixes) or key.endswith("rotary_emb.inv_freq") or (tied and key == "lm_head.weight")
-
-
-def _some(keys: list[str]) -> str:
-    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more tensors" if len(keys) > 3 else "")
-
-
-def _materialise(model: Model, dtype: torch.dtype, device: torch.device) -> None:
     """Real, empty memory for every parameter; what a layer calls wide stays in float32 or wider."""
     for layer in model.modules():
         wide = getattr(layer, "wide_parameters", ())
-        for name, parameter in layer.named_parameters(recurse=False):
+        for name, parameter in list(layer.named_parameters(recurse=False)):
             kind = wider(dtype) if name in wide else dtype
-            empty = torch.empty(parameter.shape, dtype=kind, device=device)
-            setattr(layer, name, nn.Parameter(empty, requires_grad=False))
+            if (layer, name) in scaled:
+                delattr(layer, name)
+                setattr(layer, name, Scaled.empty(parameter.shape, *scaled[layer, name], kind, device))
+            else:
+                empty = torch.empty(parameter.shape, dtype=kind, device=device)
+                setattr(layer, name, nn.Parameter(empty, requires_grad=False))
 
 
 def _own_vocabulary(block: MTP, model: Model, tensors: dict[str, Stored], reader: Reader, shard: Shard) -> list[str]:
@@ -143,14 +124,24 @@ def _own_vocabulary(block: MTP, model: Model, tensors: dict[str, Stored], reader
     notes = []
     for part, shared in (("embed_tokens", model.embed_tokens), ("head", model.lm_head)):
         stored = tensors.get(model.config.checkpoint_name(f"{block.name}.{part}.weight"))
-        if stored is None:
-            continue
-        rows = reader(stored, (slice(shared.first, shared.last),)).to(shared.weight)
-        if torch.equal(rows, shared.weight):
+        if stored is None or reader.equals(shared.weight, stored, (shared.here,)):
             continue
         with torch.device("meta"):
-            own = Vocabulary(shared.vocab, rows.shape[1], shard)
-        own.weight = nn.Parameter(rows, requires_grad=False)
+            own = Vocabulary(shared.vocab, model.config.hidden, shard)
+        own.weight = nn.Parameter(torch.empty_like(shared.weight), requires_grad=False)
+        reader.into(own.weight, stored, (own.here,))
         setattr(block, part, own)
         notes.append(f"{block.name} uses its own {part} ({stored.key}), which differs from the target's")
     return notes
+
+
+def _unused_head(model: Model, tensors: dict[str, Stored], reader: Reader) -> list[str]:
+    stored = tensors.get("lm_head.weight")
+    if not model.config.tied or stored is None or reader.equals(model.lm_head.weight, stored, (model.lm_head.here,)):
+        return []
+    return [f"{stored.key} differs from the embedding and is not used: config.json ties the head to the embedding"]
+
+
+def _passed_over(keys: Iterable[str], prefixes: tuple[str, ...]) -> list[str]:
+    present = [prefix for prefix in prefixes if any(key.startswith(prefix) for key in keys)]
+    return [f"text only: tensors under {prefix} are not read" for prefix in present]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lockstep.models.attention import attend
 from lockstep.models.cache import KVCache
 from lockstep.models.config import MLA
+from lockstep.models.fp8 import dense
 from lockstep.models.indexer import Indexer
 from lockstep.models.rope import rotate
 from lockstep.models.rows import Rows
@@ -71,7 +72,7 @@ class LatentAttention(nn.Module):
                 rows.selection = self.indexer(x, compressed, rows, cache.index)
         nope, rope = query.unflatten(-1, (self.heads, -1)).split((c.nope, c.rope), -1)
         rope = rotate(rope, rows.cos, rows.sin, interleaved=self.interleaved)
-        up = self.kv_b_proj.weight.unflatten(0, (self.heads, -1))  # [N, nope + value, L]
+        up = dense(self.kv_b_proj.weight).unflatten(0, (self.heads, -1))  # [N, nope + value, L]
         absorbed = torch.bmm(nope.transpose(0, 1), up[:, : c.nope]).transpose(0, 1)  # [T, N, L]
         out = attend(torch.cat((absorbed, rope), -1), cache, rows, c.softmax_scale, rows.selection)[..., : c.kv_lora]
         out = torch.bmm(out.transpose(0, 1), up[:, c.nope :].transpose(1, 2)).transpose(0, 1)  # [T, N, value]

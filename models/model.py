@@ -15,7 +15,6 @@ from lockstep.comm.strategy import Placement
 from lockstep.models.cache import Cache
 from lockstep.models.config import Config, Layer
 from lockstep.models.decoder import Block, Exit, Stream, leave
-from lockstep.models.experts import Experts
 from lockstep.models.rope import RotaryTable
 from lockstep.models.step import Step
 from lockstep.models.weights import Linear, Piece, RMSNorm, Shard, Vocabulary
@@ -84,12 +83,6 @@ class Model(nn.Module):
                 seen.add(id(layer))
                 for piece in layer.pieces():
                     yield self.config.checkpoint_name(f"{name}.{piece.name}"), layer, piece
-
-    def names_elsewhere(self) -> Iterator[str]:
-        """Keys of stored tensors that belong to this model and lie wholly on other ranks."""
-        for name, layer in self.named_modules():
-            if isinstance(layer, Experts):
-                yield from (self.config.checkpoint_name(f"{name}.{part}") for part in layer.names_elsewhere())
 
 
 class MTP(nn.Module):

@@ -12,21 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.comm.layout import shard_range
-
-Range = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Shard:
-    """This rank among the ranks that split a weight."""
-
-    rank: int
-    size: int
-
-    def of(self, count: int) -> Range:
-        """This rank's equal part of `count` (which `config.check` made divisible)."""
-        return self.rank * count // self.size, (self.rank + 1) * count // self.size
+from lockstep.comm.shard import Range, Shard, shard_range
+from lockstep.models.fp8 import Scaled, product
 
 
 @dataclass(frozen=True)
@@ -68,7 +55,7 @@ class Linear(nn.Module):
         self.whole = (outputs, inputs)
         self.rows, self.cols = tuple(rows or [(0, outputs)]), cols or (0, inputs)
         height, width = sum(b - a for a, b in self.rows), self.cols[1] - self.cols[0]
-        self.weight = nn.Parameter(torch.empty(height, width), requires_grad=False)
+        self.weight: nn.Parameter | Scaled = nn.Parameter(torch.empty(height, width), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(height), requires_grad=False) if bias else None
         self.wide_parameters = ("weight", "bias") if wide else ()
         # The bias of a product whose inputs are split belongs to the sum, so one rank adds it.
@@ -77,7 +64,9 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.wide_parameters:
             x = x.to(self.weight.dtype)
-        return F.linear(x, self.weight, self.bias if self.adds_bias else None)
+        return product(x, self.weight, self.bias if self.adds_bias else None)
+
+    scalable_parameters = ("weight",)
 
     def pieces(self) -> Iterator[Piece]:
         done = 0
@@ -137,6 +126,10 @@ class Vocabulary(nn.Module):
         self.first, self.last = shard_range(vocab, shard.rank, shard.size)
         self.weight = nn.Parameter(torch.empty(self.last - self.first, hidden), requires_grad=False)
 
+    @property
+    def here(self) -> slice:
+        return slice(self.first, self.last)
+
     def embed(self, tokens: Tensor) -> Tensor:
         """[T] ids -> [T, H], zero where another rank holds the id: a part of a sum over ranks."""
         here = (tokens >= self.first) & (tokens < self.last)
@@ -150,7 +143,7 @@ class Vocabulary(nn.Module):
         return F.linear(hidden, self.weight)
 
     def pieces(self) -> Iterator[Piece]:
-        yield Piece("weight", "weight", (self.vocab, self.weight.shape[1]), (slice(self.first, self.last),))
+        yield Piece("weight", "weight", (self.vocab, self.weight.shape[1]), (self.here,))
 
 
 def wider(dtype: torch.dtype) -> torch.dtype:

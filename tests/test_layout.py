@@ -9,7 +9,8 @@ import torch
 
 from lockstep.comm.errors import LayoutError
 from lockstep.comm.group import Group
-from lockstep.comm.layout import PARTIAL, REPLICATED, SHARDED, Activation, Layout, shard_range
+from lockstep.comm.layout import PARTIAL, REPLICATED, SHARDED, Activation, Layout
+from lockstep.comm.shard import shard_range
 
 WIDTH = 3
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

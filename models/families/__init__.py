@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from typing import Any
 
 from lockstep.comm.errors import UsageError
 from lockstep.models.config import Config
+from lockstep.models.families.common import fp8_block
 
 FAMILIES = {  # model_type: the file that translates it
     "deepseek_v3": "deepseek_v3",
@@ -27,6 +29,7 @@ def read(raw: dict[str, Any], source: str) -> Config:
     module = importlib.import_module(f"lockstep.models.families.{FAMILIES[model_type]}")
     try:
         config: Config = module.config(raw)
+        config = dataclasses.replace(config, fp8_block=fp8_block(raw))
     except KeyError as error:
         raise UsageError(f"{source}: field {error} is missing, which a {model_type} config needs") from None
     except (TypeError, ValueError) as error:

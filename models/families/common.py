@@ -107,3 +107,20 @@ def check_activation(raw: dict[str, Any]) -> None:
 
 def dtype(raw: dict[str, Any]) -> str:
     return str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
+
+
+def fp8_block(raw: dict[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns that share a scale; None where config.json has no quantization_config."""
+    fields = raw.get("quantization_config") or (raw.get("text_config") or {}).get("quantization_config")
+    if not fields:
+        return None
+    method, form, block = (
+        fields.get("quant_method"),
+        fields.get("fmt", "e4m3"),
+        fields.get("weight_block_size", [128, 128]),
+    )
+    if method != "fp8" or form != "e4m3":
+        raise ValueError(f"quant_method {method!r} with fmt {form!r} is not supported; it must be fp8 with e4m3")
+    if not isinstance(block, list) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        raise ValueError(f"weight_block_size {block!r} is not supported; it must be two numbers, like [128, 128]")
+    return block[0], block[1]

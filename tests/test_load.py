@@ -26,7 +26,6 @@ from lockstep.models.storage import read_header
 from lockstep.models.weights import Shard
 
 
-
 def loaded(folder: Path, *, strategy: str = "tp", rank: int = 0, size: int = 1, k: int = 1) -> Loaded:
     return load(
         open_checkpoint(folder), resolve(strategy).placement, Shard(rank, size),

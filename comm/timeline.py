@@ -10,12 +10,14 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 COLLECTIVE = "collective"
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 class Span(NamedTuple):
@@ -48,17 +50,17 @@ class Timeline:
         return torch.tensor([[s.begin, s.end] for s in self.spans], dtype=torch.long).view(-1, 2)
 
 
-def spanned(kind: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a method of an object with `settings.group`: each call is a span of that kind on the group's timeline."""
+def spanned(kind: str) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+    """For a method of an object with `settings.group`: each call is a span of that kind on the group's timeline."""
 
-    def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
         @functools.wraps(method)
-        def timed(self: Any, *args: Any, **kwargs: Any) -> Any:
-            timeline: Timeline | None = self.settings.group.timeline
+        def timed(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+            timeline = cast(Any, args[0]).settings.group.timeline
             if timeline is None:
-                return method(self, *args, **kwargs)
+                return method(*args, **kwargs)
             begin = timeline.now()
-            result = method(self, *args, **kwargs)
+            result = method(*args, **kwargs)
             timeline.add(kind, kind, begin)
             return result
 

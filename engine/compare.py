@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.comm import world
 from lockstep.comm.errors import UsageError
@@ -20,10 +20,7 @@ from lockstep.models.config import Config
 Result = dict[str, Any]
 
 
-class Launch(Protocol):
-    """world.run, or what stands for it in a test."""
-
-    def __call__(self, target: Callable[..., Any], size: int, **options: Any) -> Any: ...
+Launch = Callable[..., Any]  # world.run, or what stands for it in a test
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a judgement is made from: the run and the reference's path, replayed over the same batches on the same tokens."""
+"""What a judgement is made from: the run and the reference's path, replayed on the same tokens in the same batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from lockstep.engine.record import BASE, FLOAT64, SPLIT, Script
 from lockstep.engine.replay import Task, replay
 from lockstep.engine.requests import Job
-from lockstep.engine.verdict import DIVERGED, Batch, Judgement, first_differences, judge as judged
+from lockstep.engine.verdict import DIVERGED, Batch, Judgement, first_differences
+from lockstep.engine.verdict import judge as judged
 from lockstep.models.checkpoint import Checkpoint, open_checkpoint
 
 FLOAT64_BYTES = 2 << 30  # a model that takes no more than this in float64 is small enough

@@ -24,11 +24,11 @@ def split_sums(model: Model, parts: int) -> None:
         shards = [Model(model.config, model.placement, Shard(p, parts), len(model.mtp)) for p in range(parts)]
     cut = [dict(shard.named_modules()) for shard in shards]
     for name, layer in model.named_modules():
-        theirs = [modules[name] for modules in cut]
+        theirs = [modules[name] for modules in cut if name in modules]
         if isinstance(layer, Linear):
-            layer.forward = _linear(layer, [t.cols for t in theirs if isinstance(t, Linear)], parts)  # type: ignore[method-assign]
+            layer.forward = _linear(layer, [t.cols for t in theirs if isinstance(t, Linear)], parts)  # type: ignore[method-assign, assignment]
         elif isinstance(layer, Experts):
-            layer.forward = _experts(layer, [t for t in theirs if isinstance(t, Experts)])  # type: ignore[method-assign]
+            layer.forward = _experts(layer, [t for t in theirs if isinstance(t, Experts)])  # type: ignore[method-assign, assignment]
 
 
 def _linear(layer: Linear, cols: list[tuple[int, int]], parts: int) -> Callable[[Tensor], Tensor]:

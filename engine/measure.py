@@ -5,6 +5,8 @@ R ranks, C collectives.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import resource
 import time
 from collections.abc import Callable
@@ -51,7 +53,7 @@ def measure(group: Group, emit: Emit, task: Task) -> dict[str, Any]:
     group.ledger.enabled = task.counted
     group.decisions = Decisions() if task.counted else None
     timeline = Timeline(group.device) if task.counted else None
-    unhook = trace.hook_layers(model.model, timeline) if timeline and task.trace else _silent
+    unhook = trace.hook_layers(model.model, timeline) if timeline and task.trace else None
     group.barrier("start")
     group.time(timeline)
 
@@ -62,7 +64,8 @@ def measure(group: Group, emit: Emit, task: Task) -> dict[str, Any]:
     whole = time.perf_counter() - began
 
     group.time(None)
-    unhook(None)
+    if unhook:
+        unhook()
     group.ledger.enabled = False
     result = {
         "tokens": [s.generated for s in sequences],
@@ -116,7 +119,7 @@ class Log:
         """Seconds to each token after a request's first: the tokens of one round share the time since the last."""
         gaps = []
         for commits in self._commits.values():
-            for (before, _), (now, count) in zip(commits, commits[1:], strict=False):
+            for (before, _), (now, count) in itertools.pairwise(commits):
                 gaps += [(now - before) / count] * count
         return gaps
 
@@ -146,10 +149,8 @@ class Memory:
 
 
 def _reset_peak() -> None:
-    try:
+    with contextlib.suppress(OSError):  # not Linux: the peak is then that of the whole process's life
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        pass  # not Linux: the peak is then that of the whole process's life
 
 
 def parts(times: list[Tensor], wholes: list[Tensor]) -> list[dict[str, float]]:

@@ -6,7 +6,8 @@ side by side, row by row, also past the first token on which they would have dis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence as List
+from collections.abc import Callable
+from collections.abc import Sequence as List
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,7 +36,7 @@ Emit = Callable[[Any], None]
 
 @dataclass(frozen=True)
 class Task:
-    """`orders`: the ways to add up, of BASE, SPLIT (as `parts` ranks would) and FLOAT64. `plain`: the plain forward too."""
+    """`orders`: ways to add up, of BASE, SPLIT (as `parts` ranks would) and FLOAT64. `plain`: the plain forward too."""
 
     job: Job
     scripts: tuple[Script, ...]
@@ -96,11 +97,16 @@ class Recorder:
         self._values: dict[str, Array] = {}
         self._calls: dict[tuple[str, str], int] = {}
         width = model.config.hidden
-        self._features = torch.arange(width) if width <= MAX_FEATURES else torch.linspace(0, width - 1, MAX_FEATURES).long()
+        self._features = (
+            torch.arange(width) if width <= MAX_FEATURES else torch.linspace(0, width - 1, MAX_FEATURES).long()
+        )
 
     def watch(self, at: str, y: Activation) -> None:
         """Each boundary as it is crossed (Step.watch)."""
         self._note_cause(at)
+        self._keep(at, y)
+
+    def _keep(self, at: str, y: Activation) -> None:
         if not self.script.values or y.layout is PARTIAL:
             return
         rows = y.data[..., self._features.to(y.data.device)]
@@ -124,6 +130,7 @@ class Recorder:
         return [self.model.register_forward_hook(target), *(b.register_forward_hook(draft) for b in blocks)]
 
     def _forward(self, model: str, tokens: Tensor, step: Step, normed: Activation, head: Vocabulary) -> None:
+        self._keep("norm" if model == TARGET else f"{model}.norm", normed)
         with _uncounted(self.group):
             full = gather_logits(head, head.logits(normed.expect(REPLICATED, "replay")), self.group, "replay")
         assert self.batch is not None
@@ -131,7 +138,9 @@ class Recorder:
         request = np.array([s.request for s in self.batch.sequences])[rows.sequence.cpu().numpy()]
         assert self.group.decisions is not None
         decided = len(self.group.decisions.own)
-        forward = Forward(model, decided, request, rows.positions.cpu().numpy(), tokens.cpu().numpy(), values=self._values)
+        forward = Forward(
+            model, decided, request, rows.positions.cpu().numpy(), tokens.cpu().numpy(), values=self._values
+        )
         self._values = {}
         if full is not None:
             forward.logits = _logits(full, self.columns)
@@ -173,7 +182,9 @@ def _plain(group: Group, model: Model, job: Job, script: Script, columns: List[i
     cache = model.mtp[0].new_cache(len(counts), max(counts))  # type: ignore[operator]
     following = torch.tensor([t for tokens in script.tokens for t in tokens[1:]], device=group.device)
     rows = cache.rows(counts, group.device, 1)
-    drafts = model.draft(0, following, Activation(torch.cat(hidden), REPLICATED, sum(counts)), settings.step(rows), cache)
+    drafts = model.draft(
+        0, following, Activation(torch.cat(hidden), REPLICATED, sum(counts)), settings.step(rows), cache
+    )
     normed = list(drafts.normed.expect(REPLICATED, "replay").split(counts))
     return Plain(target, of_generated(normed, model.draft_head(0)))
 

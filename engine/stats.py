@@ -40,4 +40,4 @@ def mcnemar(mine: Sequence[bool], theirs: Sequence[bool]) -> float:
     only_theirs = sum(b and not a for a, b in zip(mine, theirs, strict=True))
     discordant = only_mine + only_theirs
     tail = sum(math.comb(discordant, i) for i in range(min(only_mine, only_theirs) + 1))
-    return min(1.0, 2 * tail / 2**discordant)
+    return min(1.0, float(2 * tail / 2**discordant))

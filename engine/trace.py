@@ -11,7 +11,7 @@ from lockstep.comm.timeline import COLLECTIVE, Timeline
 from lockstep.models.decoder import Block
 
 
-def hook_layers(model: nn.Module, timeline: Timeline) -> Callable[[object], None]:
+def hook_layers(model: nn.Module, timeline: Timeline) -> Callable[[], None]:
     """Make every decoder block a span of the timeline; returns what undoes that."""
     begins: list[int] = []
 
@@ -25,7 +25,12 @@ def hook_layers(model: nn.Module, timeline: Timeline) -> Callable[[object], None
     for block in model.modules():
         if isinstance(block, Block):
             handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
-    return lambda _: [handle.remove() for handle in handles] and None
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
 
 
 def events(timeline: Timeline, times: list[Tensor]) -> list[list[Any]]:

@@ -153,7 +153,7 @@ def first_outside(batches: List[Batch], layers: list[dict[str, Any]], *, drafts:
         wrong = batch.mismatch(drafts)
         if wrong is not None:
             number = next(i for i, pair in enumerate(batch.pairs) if wrong in (pair[0], pair[1]))
-            name = "rows" if wrong.model == TARGET else f"{wrong.model}.rows"
+            name = f"{wrong.model}.rows"
             return Where(
                 name, wrong.model, [], Spread(), Spread(), number, int(wrong.request[0]), int(wrong.position[0])
             )

@@ -1,4 +1,4 @@
-"""The charts of a report as SVG, drawn by matplotlib. Colours are CSS variables, so that a page can be light or dark."""
+"""The charts of a report as SVG, drawn by matplotlib. Colours are CSS variables: a page may be light or dark."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from lockstep.comm import world
@@ -67,8 +68,9 @@ def compare(
     *,
     launch: Launch = world.run,
     on_step: Callable[[Step], None] = lambda step: None,
+    on_event: Callable[[int, Any], None] | None = None,
 ) -> list[Outcome]:
-    """Run and judge every cell. Raises UsageError where the reference itself cannot run."""
+    """Run and judge every cell; `on_event` hears the ranks. Raises UsageError where the reference itself cannot run."""
     outcomes = [Outcome(cell, runs=[]) for cell in plan.cells]
     for outcome in outcomes:
         why = refusal(outcome.cell, plan.config, plan.job, plan.num_devices)
@@ -76,7 +78,7 @@ def compare(
             raise UsageError(f"the reference {outcome.cell.label} cannot run: {why}")
         if why:
             outcome.fail("refused", why)
-    work = _Work(plan, store, launch, on_step, sum(o.status == "ok" for o in outcomes))
+    work = _Work(plan, store, partial(launch, on_event=on_event), on_step, sum(o.status == "ok" for o in outcomes))
     for repetition in range(plan.repeat + 1):
         for outcome in outcomes:
             if outcome.status == "ok":

@@ -1,4 +1,4 @@
-"""A comparison as one JSON document (docs/report.md has the schema): from outcomes to numbers that renderers only lay out.
+"""A comparison as one JSON document (its schema: docs/report.md): from outcomes to numbers, for renderers to lay out.
 
 No torch here.
 """
@@ -162,13 +162,17 @@ def by_kind(collectives: Sequence[dict[str, Any]]) -> dict[str, int]:
 def _acceptance(acceptance: Result) -> Result:
     """With rates: of all drafts at a position, and of those whose predecessors were all accepted."""
     before, positions = acceptance["rounds"], []
-    for i, position in enumerate(acceptance["per_position"]):
+    for position in acceptance["per_position"]:
         drafted, accepted = position["drafted"], position["accepted"]
-        reached = drafted if i == 0 else min(before, drafted)
-        rates = {"rate": accepted / drafted if drafted else None, "conditional": accepted / reached if reached else None}
-        positions.append(position | rates)
+        # A draft counts only if those before it were accepted; of these, some rounds had no room for another.
+        reached = min(before, drafted)
+        positions.append(position | {"rate": _share(accepted, drafted), "conditional": _share(accepted, reached)})
         before = accepted
     return acceptance | {"per_position": positions}
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def _accuracy(outcome: Outcome, reference: Outcome, texts: Texts) -> dict[str, Any] | None:

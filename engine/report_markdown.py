@@ -7,7 +7,17 @@ from typing import Any
 
 from lockstep.engine import wording as w
 
-HEADER = ("run", "verdict", "tokens/s", "vs reference", "first token ms", "token gap ms", "accepted", "bytes/token", "peak")
+HEADER = (
+    "run",
+    "verdict",
+    "tokens/s",
+    "vs reference",
+    "first token ms",
+    "token gap ms",
+    "accepted",
+    "bytes/token",
+    "peak",
+)
 
 
 def render(document: dict[str, Any]) -> str:

@@ -53,7 +53,7 @@ def _speed(rows: Sequence[dict[str, Any]]) -> Table:
             w.speed(row, "tokens_per_s"),
             w.ratio(row, "tokens_per_s"),
             w.speed(row, "first_token_s", 1000),
-            f"{w.speed(row, 'token_gap_s', 1000)} ({w.speed(row, 'token_gap_p95_s', 1000)})",
+            w.gap(row),
             w.accepted(row),
         )
     return table
@@ -77,7 +77,7 @@ def _cost(rows: Sequence[dict[str, Any]], document: dict[str, Any]) -> Table:
 
 
 def _table(*titles: str, right: int) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim", pad_edge=False)
     for i, title in enumerate(titles):
         table.add_column(title, justify="right" if i >= right else "left", overflow="fold")
     return table

@@ -35,7 +35,7 @@ def hook_layers(model: nn.Module, timeline: Timeline) -> Callable[[], None]:
 
 def events(timeline: Timeline, times: list[Tensor]) -> list[list[Any]]:
     """[kind, name, [[begin, end] per rank]] of each span, in nanoseconds from the first."""
-    start = min(int(t[0].min()) for t in times if len(t)) if timeline.spans else 0
+    start = min(int(t[:, 0].min()) for t in times) if timeline.spans else 0
     rows = zip(timeline.spans, *(t.tolist() for t in times), strict=True)
     return [[s.kind, s.name, [[a - start, b - start] for a, b in ranks]] for s, *ranks in rows]
 

@@ -44,6 +44,12 @@ def speed(row: Row, name: str, scale: float = 1.0) -> str:
     return NONE if value is None else number(value * scale)
 
 
+def gap(row: Row) -> str:
+    """Median milliseconds between tokens, and the 95th percentile."""
+    middle, late = speed(row, "token_gap_s", 1000), speed(row, "token_gap_p95_s", 1000)
+    return NONE if middle == NONE else f"{middle} ({late})"
+
+
 def ratio(row: Row, name: str) -> str:
     """`1.24 (1.19-1.31)`: median and 95 % interval of the ratio to the reference."""
     found = row.get("speed", {}).get(name, {})

@@ -117,6 +117,7 @@ Repeat = Annotated[int, _number(C, "--repeat", "R", 0, None, "Clocked repetition
 Out = Annotated[Path, _option(O, "--out", "The folder for results and reports.", "DIR")]
 Resume = Annotated[bool, _option(O, "--resume", "Keep what an earlier call with this --out has finished.")]
 Trace = Annotated[bool, _option(O, "--trace", "Write trace.json too, for Perfetto or chrome://tracing.")]
+Markdown = Annotated[Path | None, _option(O, "--markdown", "Write it as Markdown there too.", "FILE")]
 Results = Annotated[
     list[Path], typer.Argument(metavar="DIR|FILE.json...", help="One result to draw again, or two: before and after.")
 ]

@@ -10,24 +10,37 @@ from lockstep.cli import options
 from lockstep.comm.errors import UsageError
 
 
-def command(results: options.Results, traceback: options.Traceback = False) -> None:
+def command(results: options.Results, markdown: options.Markdown = None, traceback: options.Traceback = False) -> None:
     """Draw a comparison's reports again, or set two comparisons side by side: before and after a change."""
     from rich.console import Console
 
     from lockstep.cli import comparison
-    from lockstep.engine import report_files
+    from lockstep.engine import report_files, report_markdown
 
     if len(results) > 2:
         raise UsageError(f"{len(results)} results were given: give one to draw it again, or two to compare")
     documents = [_read(path) for path in results]
     console = Console(highlight=False)
+    files = []
     if len(documents) == 2:
         comparison.show_changes(console, *documents)
-        return
-    path = results[0]
-    files = report_files.write(path if path.is_dir() else path.parent, documents[0], json_too=False)
-    comparison.show(console, documents[0])
-    console.print(f"written: {', '.join(str(file) for file in files)}", soft_wrap=True)
+    else:
+        path = results[0]
+        files = report_files.write(path if path.is_dir() else path.parent, documents[0], json_too=False)
+        comparison.show(console, documents[0])
+    if markdown is not None:
+        render = report_markdown.render_changes if len(documents) == 2 else report_markdown.render
+        files.append(_written(markdown, render(*documents)))
+    if files:
+        console.print(f"written: {', '.join(str(file) for file in files)}", soft_wrap=True)
+
+
+def _written(file: Path, text: str) -> Path:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"--markdown {file} cannot be written: {error.strerror}") from None
+    return file
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -33,6 +33,12 @@ def explanation(row: Row) -> str:
             f"request {first['request']}, token {first['position']}: {first['token_text']!r} for "
             f"{first['reference_token_text']!r}, margin {first['margin']:.3g} against a floor of {first['floor']:.3g}"
         )
+    answers = row.get("accuracy")
+    if answers and answers.get("only_here", 0) + answers.get("only_reference", 0):
+        parts.append(
+            f"{answers['right']} of {answers['of']} answers right, {answers['only_here']} of them only here and "
+            f"{answers['only_reference']} only in the reference (p = {answers['p_value']:.2g})"
+        )
     if not row.get("repeats_agree", True):
         parts.append("repetitions of this run gave different tokens")
     return "; ".join(p for p in parts if p)

@@ -153,7 +153,7 @@ def test_options_are_frozen() -> None:
             ["--trace"],
             ["--traceback"],
         ],
-        "report": [["results"], ["--traceback"]],
+        "report": [["results"], ["--markdown"], ["--traceback"]],
     }
     assert [p.opts for p in command.params] == [["--version"], ["--local_rank", "--local-rank"]]
 

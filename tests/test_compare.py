@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from runs import PROMPTS
 
 from lockstep.cli import app
 from lockstep.comm.errors import UsageError
-from lockstep.comm.strategy import resolve
+from lockstep.comm.strategy import CHOICES, resolve
 from lockstep.engine import report
 from lockstep.engine.compare import Step, compare
 from lockstep.engine.grid import grid
@@ -93,6 +94,24 @@ def test_resume_runs_only_what_is_not_finished(compared: Any, ranks: Any) -> Non
     assert [o.judgement for o in again] == [o.judgement for o in outcomes]
 
 
+def test_what_has_finished_survives_an_interruption(ranks: Any, tmp_path: Path) -> None:
+    plan = plan_of(cached("deepseek_v3"), repeat=0)
+    plan = replace(plan, cells=plan.cells[:2])
+    launched: list[str] = []
+    launch = launcher(ranks, launched)
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        if launched:
+            raise KeyboardInterrupt
+        return launch(*args, **options)
+
+    with pytest.raises(KeyboardInterrupt):
+        compare(plan, Store(tmp_path, resume=False), launch=interrupted)
+    assert [f.name for f in (tmp_path / "results").iterdir()] == ["any@1+0.0.json"]
+    compare(plan, Store(tmp_path, resume=True), launch=launch)
+    assert launched[:2] == ["measure tp@1+0", "measure tp@2+0"] and launched.count("measure tp@1+0") == 1
+
+
 def test_another_job_is_another_result(compared: Any) -> None:
     plan, _, out, _ = compared
     store, cell = Store(out, resume=True), plan.cells[1]
@@ -118,6 +137,19 @@ def test_progress_counts_every_step(ranks: Any, tmp_path: Path) -> None:
     assert [(s.number, s.total, s.of_cell) for s in steps] == [
         (0, 4, "any@1+0"), (1, 4, "tp@2+0"), (2, 4, "any@1+0"), (3, 4, "tp@2+0"),
     ]  # fmt: skip
+
+
+def test_the_schema_is_documented(document: dict[str, Any]) -> None:
+    """Every key of the document stands in docs/report.md, or is the engine's own (a strategy's field, a setting)."""
+    text = (Path(__file__).parent.parent / "docs" / "report.md").read_text()
+    known = set(re.findall(r"`([a-z0-9_]+)`", text)) | {"name", "tp", *CHOICES, "mtp_layers", "expert_kernel"}
+
+    def keys(value: Any) -> set[str]:
+        if isinstance(value, dict):
+            return set(value) | {key for inner in value.values() for key in keys(inner)}
+        return {key for inner in value for key in keys(inner)} if isinstance(value, list) else set()
+
+    assert keys(document) - known == set()
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
@@ -237,8 +269,9 @@ def test_the_command_writes_everything(tmp_path: Path, capsys: pytest.CaptureFix
     assert app.main(["compare", str(folder), *options]) == 2
     assert "--resume" in capsys.readouterr().err
     assert app.main(["report", str(out)]) == 0
-    assert app.main(["report", str(out), str(out / "report.json")]) == 0
+    assert app.main(["report", str(out), str(out / "report.json"), "--markdown", str(out / "changes.md")]) == 0
     assert "+0.0%" in capsys.readouterr().out
+    assert (out / "changes.md").read_text().startswith("### Before and after")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from lockstep.comm.group import Group
 from lockstep.comm.strategy import resolve
 from lockstep.engine import evidence, measure
 from lockstep.engine.requests import Job
-from lockstep.engine.verdict import DIVERGED, DRAFT_DIVERGED, IDENTICAL, Judgement
+from lockstep.engine.verdict import DIVERGED, DRAFT_DIVERGED, IDENTICAL, TIE, Judgement
 
 # fault -> the verdict, and the first boundary that is wrong; or what the engine says when it refuses to go on.
 EXPECTED: dict[str, tuple[str, str]] = {
@@ -64,11 +64,12 @@ def faulty(group: Group, target: Callable[..., Any], task: Any, fault: str | Non
 
 def comparison(ranks: Any, fault: str | None, everywhere: bool = False) -> Judgement:
     """The verdict on a run of two ranks with the fault; `everywhere`: its one-rank replays have the fault too."""
-    folder = folder_for(fault)
     name, fields = STRATEGIES.get(fault or "", ("sp-late", {"exit": "gather-norm"}))
-    work = job(folder, resolve(name, **fields), tp=2, draft_tokens=3, prefill_chunk=4, max_new_tokens=10, batch=2)
-    work = replace(work, dtype="float32")
+    work = job(folder_for(fault), resolve(name, **fields), tp=2, draft_tokens=3, max_new_tokens=10)
+    return judgement_of(ranks, replace(work, prefill_chunk=4, dtype="float32", batch=2), fault, everywhere)
 
+
+def judgement_of(ranks: Any, work: Job, fault: str | None = None, everywhere: bool = False) -> Judgement:
     def launch(target: Callable[..., Any], task: Any) -> Any:
         broken = everywhere or task.job.tp > 1
         return ranks(task.job.tp).run(faulty, target, task, fault if broken else None)[0]
@@ -96,6 +97,23 @@ def test_without_a_fault_it_is_identical(ranks: Any) -> None:
     assert judgement.verdict == IDENTICAL and judgement.where is None
     assert judgement.drafts["accepted"] == judgement.drafts["reference_accepted"] != [0, 0, 0]
     assert {row["boundary"] for row in judgement.layers} >= {"embed", "layers.2.ffn.out", "norm", "mtp.0.exit"}
+
+
+@pytest.mark.parametrize(
+    "family,options,fields",
+    (
+        ("glm4_moe", {}, {"dtype": "float32"}),
+        ("deepseek_v3", {"mtp_layers": 2}, {"dtype": "float64", "draft_tokens": 4}),
+        ("deepseek_v3", {"dtype": "bfloat16"}, {"dtype": "auto"}),
+    ),
+    ids=("glm4_moe", "two MTP layers", "bfloat16"),
+)
+def test_right_runs_do_not_diverge(ranks: Any, family: str, options: Any, fields: dict[str, Any]) -> None:
+    work = job(
+        cached(family, **options), "sp-early", tp=2, **({"draft_tokens": 3, "batch": 3, "max_new_tokens": 10} | fields)
+    )
+    judgement = judgement_of(ranks, work)
+    assert judgement.verdict in (IDENTICAL, TIE if fields["dtype"] == "auto" else IDENTICAL), judgement
 
 
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name[0] in "ab"])

@@ -82,11 +82,11 @@ def compare(
     for repetition in range(plan.repeat + 1):
         for outcome in outcomes:
             if outcome.status == "ok":
-                work.attempt(outcome, lambda o=outcome, r=repetition: work.run(o, r))  # type: ignore[misc]
+                work.attempt(outcome, partial(work.run, outcome, repetition))
     reference = next(o for o in outcomes if o.cell == plan.reference)
     for outcome in outcomes:
         if outcome.status == "ok" and reference.status == "ok":
-            work.attempt(outcome, lambda o=outcome: work.judge(o, reference))  # type: ignore[misc]
+            work.attempt(outcome, partial(work.judge, outcome, reference))
     return outcomes
 
 

@@ -1,17 +1,11 @@
-"""One run of a comparison on one rank: the job after a warm-up, clocked, and once also counted and timed in parts.
-
-R ranks, C collectives.
-"""
+"""One run of a comparison on one rank: the job after a warm-up, clocked, and once also counted and timed in parts."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,8 +15,10 @@ from lockstep.comm.decisions import Decisions
 from lockstep.comm.group import Group
 from lockstep.comm.timeline import COLLECTIVE, Timeline
 from lockstep.engine import trace
+from lockstep.engine.memory import Memory
+from lockstep.engine.parts import by_collective, parts
 from lockstep.engine.requests import Committed, Job, Progress
-from lockstep.engine.run import acceptance, decode, dtype_of, effective, load_for, sequences_of, settings_of, timings
+from lockstep.engine.run import acceptance, decode, effective, load_for, sequences_of, settings_of, timings
 from lockstep.engine.sequence import Sequence
 from lockstep.models.checkpoint import open_checkpoint
 from lockstep.models.config import check
@@ -127,78 +123,6 @@ class Log:
         return [decisions.own[a:b] for a, b in zip([0, *self._ends], self._ends, strict=False)]
 
 
-class Memory:
-    """Peak memory of this rank: the process's on a CPU, the allocator's on a GPU. `start` is what it had before."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        else:
-            _reset_peak()
-        self.start = self.peak()
-
-    def peak(self) -> int:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device)
-        try:
-            status = Path("/proc/self/status").read_text(encoding="ascii")
-            return int(status.split("VmHWM:")[1].split()[0]) * 1024
-        except (OSError, IndexError):
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _reset_peak() -> None:
-    with contextlib.suppress(OSError):  # not Linux: the peak is then that of the whole process's life
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def parts(times: list[Tensor], wholes: list[Tensor]) -> list[dict[str, float]]:
-    """Per rank: seconds of computing, moving, and waiting for the slowest rank; and the run they are parts of.
-
-    `times` [C, 2] per rank. A collective begins for good when the last rank has entered it: before that is waiting.
-    Computing is what prefill and the rounds leave beside their collectives; `whole_s` is clocked around everything.
-    """
-    last = torch.stack([t[:, 0] for t in times]).amax(0)
-    shares = []
-    for own, whole in zip(times, wholes, strict=True):
-        begin, end = own.unbind(1)
-        waiting = (torch.minimum(last, end) - begin).sum().item() * 1e-9
-        inside = (end - begin).sum().item() * 1e-9
-        total, prefill, rounds = whole[0].tolist()
-        shares.append(
-            {
-                "compute_s": prefill + rounds - inside,
-                "transfer_s": inside - waiting,
-                "wait_s": waiting,
-                "prefill_s": prefill,
-                "rounds_s": rounds,
-                "whole_s": total,
-            }
-        )
-    return shares
-
-
-def by_collective(timeline: Timeline, times: list[Tensor]) -> list[dict[str, Any]]:
-    """Calls, transfer and waiting (means over ranks) of each boundary and collective."""
-    begins = torch.stack([t[:, 0] for t in times])
-    ends = torch.stack([t[:, 1] for t in times])
-    waiting = torch.minimum(begins.amax(0)[None], ends) - begins
-    moving = ends - begins - waiting
-    totals: dict[str, list[float]] = {}
-    for i, span in enumerate(timeline.spans):
-        if span.kind == COLLECTIVE:
-            row = totals.setdefault(span.name, [0, 0.0, 0.0])
-            row[0] += 1
-            row[1] += moving[:, i].double().mean().item() * 1e-9
-            row[2] += waiting[:, i].double().mean().item() * 1e-9
-    return [
-        dict(zip(("boundary", "collective"), name.split(" ", 1), strict=True))
-        | {"calls": int(calls), "transfer_s": moved, "wait_s": waited}
-        for name, (calls, moved, waited) in totals.items()
-    ]
-
-
 def _warm_up(job: Job, checkpoint: Any, model: Any, settings: Any) -> None:
     """First use costs once: memory, thread pools, connections between ranks."""
     few = replace(job, prompts=job.prompts[: job.batch], max_new_tokens=min(WARM_UP_TOKENS, job.max_new_tokens))
@@ -220,6 +144,3 @@ def _request(sequence: Sequence) -> dict[str, Any]:
 
 def _silent(event: object) -> None:
     pass
-
-
-__all__ = ["Task", "dtype_of", "measure"]

@@ -151,7 +151,7 @@ class Recorder:
         for key, entry in self.group.ledger.entries.items():
             if self._calls.get(key, 0) != entry.calls:
                 self._calls[key] = entry.calls
-                if key[1] not in ("gather", "broadcast"):
+                if key[1] not in ("gather", "broadcast"):  # of logits and decisions: after the boundary before
                     fresh.append(f"{key[1]} at {key[0]}")
         seen = self.record.causes.setdefault(at, [])
         seen += [cause for cause in fresh if cause not in seen]

@@ -71,7 +71,9 @@ def judge(
     result.logits = {"difference": asdict(moved), "floor": asdict(floor)}
     result.drafts = judge_drafts(batches, column)
     target, draft = (first_outside(batches, layers, drafts=drafts) for drafts in (False, True))
-    if not all(d.tie for d in result.differences):
+    broken = next((d for d in result.differences if not d.tie), None)
+    if broken:
+        target = target or _after_the_last_boundary(broken, batches, moved, floor)
         result.fault(DIVERGED, target, "tokens differ by more than rounding")
     elif target or not moved.within(floor):
         result.fault(DIVERGED, target, "values differ by more than rounding")
@@ -80,6 +82,14 @@ def judge(
     elif result.differences:
         result.verdict = TIE
     return result
+
+
+def _after_the_last_boundary(broken: Difference, batches: List[Batch], moved: Spread, floor: Spread) -> Where | None:
+    """Logits are right and the token is not: what moves them to the decision, or the decision, is wrong."""
+    if not moved.within(floor) or not any(f.values for b in batches for f in b.run.forwards):
+        return None
+    causes = ["gather at head", "broadcast at decide"]
+    return Where("head", "head", causes, moved, floor, -1, broken.request, broken.position)
 
 
 def first_differences(tokens: List[list[int]], reference: List[list[int]]) -> dict[int, int]:

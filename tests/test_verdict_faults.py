@@ -130,6 +130,31 @@ def test_a_fault_in_one_run_is_found_and_placed(ranks: Any, fault: str) -> None:
         assert any(f" at {place}" in cause for cause in judgement.where.causes)
 
 
+def test_a_decision_from_shards_out_of_order_is_placed_at_the_head(ranks: Any) -> None:
+    """The logits are right, and what rank 0 makes of them is not (CASES D6)."""
+    work = job(cached("deepseek_v3"), "tp", tp=2, draft_tokens=0, max_new_tokens=6, batch=3)
+
+    def launch(target: Callable[..., Any], task: Any) -> Any:
+        return ranks(task.job.tp).run(shards_out_of_order if task.job.tp > 1 else faulty, target, task, None)[0]
+
+    run = launch(measure.measure, measure.Task(work, counted=True))
+    judgement = evidence.judge(work, run, reference_tokens(work), launch)
+    assert judgement.verdict == DIVERGED and judgement.where is not None
+    assert judgement.where.boundary == "head" and "gather at head" in judgement.where.causes
+
+
+def shards_out_of_order(group: Group, target: Callable[..., Any], task: Any, fault: None) -> Any:
+    to_root = Group.to_root
+
+    def reversed_shards(self: Group, rows: Any, at: str) -> Any:
+        shards = to_root(self, rows, at)
+        return shards[::-1] if shards and at == "head" else shards
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Group, "to_root", reversed_shards)
+        return faulty(group, target, task, fault)
+
+
 @pytest.mark.parametrize("fault", SHARED)
 def test_a_fault_of_every_run_is_found_too(ranks: Any, fault: str) -> None:
     """The cached path is judged by a plain forward, so a fault that its own replay shares is no excuse."""

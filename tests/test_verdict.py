@@ -73,7 +73,8 @@ def test_a_close_margin_is_no_tie_where_the_logits_moved_more() -> None:
     """The reference's two best are close, but the run is at neither for rounding's sake."""
     moved = np.zeros((3, 4))
     moved[1, 3] = 3 * FLOOR
-    assert judgement([0, 3, 2], margins(1, 1.5 * FLOOR, 1), moved=moved).verdict == DIVERGED
+    found = judgement([0, 3, 2], margins(1, 1.5 * FLOOR, 1), moved=moved)
+    assert found.verdict == DIVERGED and [d.tie for d in found.differences] == [False]
 
 
 def test_a_later_token_that_its_own_prefix_speaks_against_diverged() -> None:

@@ -43,7 +43,7 @@ EXPECTED: dict[str, tuple[str, str]] = {
     "b4_sampled_token_at_chunk_border": (DRAFT_DIVERGED, "mtp.0.rows"),
     "b6_target_cache_not_rewound": ("refused", "out of bounds"),
     "b6_draft_cache_not_filled": (DRAFT_DIVERGED, "mtp.0.rows"),
-    "b10_lengths_not_advanced_per_sequence": (DIVERGED, "target.rows"),
+    "b10_lengths_not_advanced_per_sequence": ("refused", "cannot keep"),
     "b14_last_row_instead_of_last_accepted": (DRAFT_DIVERGED, "mtp.0.hidden"),
     "b16_draft_rope_unscaled": (DRAFT_DIVERGED, "mtp.0.attention.out"),
     "b17_rope_halves_for_pairs": (DIVERGED, "layers.0.attention.out"),
@@ -65,8 +65,8 @@ def faulty(group: Group, target: Callable[..., Any], task: Any, fault: str | Non
 def comparison(ranks: Any, fault: str | None, everywhere: bool = False) -> Judgement:
     """The verdict on a run of two ranks with the fault; `everywhere`: its one-rank replays have the fault too."""
     name, fields = STRATEGIES.get(fault or "", ("sp-late", {"exit": "gather-norm"}))
-    work = job(folder_for(fault), resolve(name, **fields), tp=2, draft_tokens=3, max_new_tokens=10)
-    return judgement_of(ranks, replace(work, prefill_chunk=4, dtype="float32", batch=2), fault, everywhere)
+    work = job(folder_for(fault), resolve(name, **fields), tp=2, draft_tokens=3, max_new_tokens=8)
+    return judgement_of(ranks, replace(work, prefill_chunk=4, dtype="float32", batch=3), fault, everywhere)
 
 
 def judgement_of(ranks: Any, work: Job, fault: str | None = None, everywhere: bool = False) -> Judgement:
@@ -117,8 +117,9 @@ def test_right_runs_do_not_diverge(ranks: Any, family: str, options: Any, fields
 
 
 @pytest.mark.parametrize("fault", [name for name in FAULTS if name[0] in "ab"])
-def test_a_fault_in_one_run_is_found_and_placed(ranks: Any, fault: str) -> None:
+def test_a_fault_in_one_run_is_found_and_placed(ranks: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict, place = EXPECTED[fault]
+    monkeypatch.setattr(evidence, "FLOAT64_BYTES", 0)  # a fault is far outside any floor, and this saves time
     if verdict == "refused":
         with pytest.raises(RankError, match=place):
             comparison(ranks, fault)
@@ -156,6 +157,7 @@ def shards_out_of_order(group: Group, target: Callable[..., Any], task: Any, fau
 
 
 @pytest.mark.parametrize("fault", SHARED)
-def test_a_fault_of_every_run_is_found_too(ranks: Any, fault: str) -> None:
+def test_a_fault_of_every_run_is_found_too(ranks: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cached path is judged by a plain forward, so a fault that its own replay shares is no excuse."""
+    monkeypatch.setattr(evidence, "FLOAT64_BYTES", 0)
     assert comparison(ranks, fault, everywhere=True).verdict == DRAFT_DIVERGED

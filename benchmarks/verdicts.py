@@ -23,7 +23,9 @@ def main() -> None:
     parser.add_argument("--strategies", default=STRATEGIES)
     parser.add_argument("--out", default="verdicts")
     given = parser.parse_args()
-    options = f"--tp 2 --draft-tokens 0,3 --batch 32 --max-new-tokens 64 --repeat 0 --resume --num-prompts {given.prompts}"
+    options = (
+        f"--tp 2 --draft-tokens 0,3 --batch 32 --max-new-tokens 64 --repeat 0 --resume --num-prompts {given.prompts}"
+    )
     app.main(["compare", "demo", "--strategies", given.strategies, *options.split(), "--out", given.out])
     rows = json.loads((Path(given.out) / "report.json").read_text())["rows"]
     verdicts = Counter(row["verdict"] or row["status"] for row in rows if not row["is_reference"])

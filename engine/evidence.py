@@ -10,9 +10,10 @@ from typing import Any
 from lockstep.engine.record import BASE, FLOAT64, SPLIT, Script
 from lockstep.engine.replay import Task, replay
 from lockstep.engine.requests import Job
+from lockstep.engine.run import checkpoint_of
 from lockstep.engine.verdict import DIVERGED, Batch, Judgement, first_differences
 from lockstep.engine.verdict import judge as judged
-from lockstep.models.checkpoint import Checkpoint, open_checkpoint
+from lockstep.models.checkpoint import Checkpoint
 
 FLOAT64_BYTES = 2 << 30  # a model that takes no more than this in float64 is small enough
 MAX_COLUMNS = 2048
@@ -22,7 +23,7 @@ Launch = Callable[[Callable[..., Any], Task], Any]
 
 def judge(job: Job, run: dict[str, Any], reference: Sequence[list[int]], launch: Launch) -> Judgement:
     """`run` is the counted result of `job`, `reference` the reference's generated tokens."""
-    checkpoint = open_checkpoint(job.model)
+    checkpoint = checkpoint_of(job)
     differing = sorted({request // job.batch for request in first_differences(run["tokens"], reference)})
     batches = sorted({0, *differing})
     first = _judge(job, run, reference, launch, checkpoint, batches, valued={0, *differing[:1]})

@@ -18,9 +18,18 @@ from lockstep.engine import trace
 from lockstep.engine.memory import Memory
 from lockstep.engine.parts import by_collective, parts
 from lockstep.engine.requests import Committed, Job, Progress
-from lockstep.engine.run import acceptance, decode, effective, load_for, sequences_of, settings_of, timings
+from lockstep.engine.run import (
+    about_weights,
+    acceptance,
+    checkpoint_of,
+    decode,
+    effective,
+    load_for,
+    sequences_of,
+    settings_of,
+    timings,
+)
 from lockstep.engine.sequence import Sequence
-from lockstep.models.checkpoint import open_checkpoint
 from lockstep.models.config import check
 
 WARM_UP_TOKENS = 8
@@ -38,12 +47,12 @@ class Task:
 
 def measure(group: Group, emit: Emit, task: Task) -> dict[str, Any]:
     """Run the task as one rank of its group. Rank 0 returns the result (docs/report.md, "runs")."""
-    job, checkpoint = task.job, open_checkpoint(task.job.model)
+    job, checkpoint = task.job, checkpoint_of(task.job)
     check(checkpoint.config, job.tp, job.strategy.placement, job.draft_tokens)
     tell = emit if group.rank == 0 else _silent
     memory = Memory(group.device)
     model = load_for(job, checkpoint, group, tell)
-    settings = settings_of(job, group)
+    settings = settings_of(job, checkpoint, group)
     _warm_up(job, checkpoint, model.model, settings)
     group.ledger.clear()
     group.ledger.enabled = task.counted
@@ -81,7 +90,7 @@ def measure(group: Group, emit: Emit, task: Task) -> dict[str, Any]:
     assert peaks is not None and spans is not None and wholes is not None
     collective = [s.kind == COLLECTIVE for s in timeline.spans]
     return result | {
-        "effective": effective(job, checkpoint, settings),
+        "effective": effective(job, checkpoint, settings) | {"weights": model.weights},
         "requests": [_request(s) for s in sequences],
         "acceptance": acceptance(sequences, job.draft_tokens),
         "ledger": group.ledger.rows(),
@@ -91,7 +100,7 @@ def measure(group: Group, emit: Emit, task: Task) -> dict[str, Any]:
         "weights_bytes": model.num_bytes,
         "decisions": log.decisions_by_batch(group.decisions),
         "trace": trace.events(timeline, spans) if task.trace else None,
-        "notes": [*job.strategy.notes, *model.notes],
+        "notes": [*job.strategy.notes, *model.notes, *about_weights(job, model, group)],
     }
 
 

@@ -22,9 +22,9 @@ from lockstep.engine.accept import gather_logits
 from lockstep.engine.floor import split_sums
 from lockstep.engine.record import BASE, FLOAT64, SPLIT, TARGET, Array, Forward, Logits, Plain, Record, Script
 from lockstep.engine.requests import Job, Progress
-from lockstep.engine.run import load_for, sequences_of, settings_of
+from lockstep.engine.run import checkpoint_of, load_for, sequences_of, settings_of
 from lockstep.engine.speculate import Batch
-from lockstep.models.checkpoint import Checkpoint, open_checkpoint
+from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.model import MTP, Model
 from lockstep.models.rows import Rows
 from lockstep.models.step import Step
@@ -48,11 +48,11 @@ class Task:
 
 def replay(group: Group, emit: Emit, task: Task) -> dict[str, list[tuple[Record, Plain | None]]]:
     """As one rank: per order, what each script's batch computes. Rank 0 returns it, the others records without rows."""
-    checkpoint = open_checkpoint(task.job.model)
+    checkpoint = checkpoint_of(task.job)
     out: dict[str, list[tuple[Record, Plain | None]]] = {}
     model: Model | None = None
     for order in task.orders:
-        job = replace(task.job, dtype=FLOAT64) if order == FLOAT64 else task.job
+        job = _in_float64(task.job) if order == FLOAT64 else task.job
         if model is None or order == FLOAT64:
             model = load_for(job, checkpoint, group, emit if group.rank == 0 else _silent).model
         if order == SPLIT:
@@ -60,11 +60,15 @@ def replay(group: Group, emit: Emit, task: Task) -> dict[str, list[tuple[Record,
         out[order] = []
         for script in task.scripts:
             record = _replay_batch(group, model, job, checkpoint, script, task.columns)
-            plain = _plain(group, model, job, script, task.columns) if task.plain else None
+            plain = _plain(group, model, job, checkpoint, script, task.columns) if task.plain else None
             out[order].append((record, plain))
             if group.rank == 0:
                 emit(Progress("replay", len(out[order]), len(task.scripts)))
     return out
+
+
+def _in_float64(job: Job) -> Job:
+    return replace(job, dtype=FLOAT64, weights="dequantise", expert_kernel="auto")
 
 
 def _replay_batch(
@@ -73,7 +77,7 @@ def _replay_batch(
     start = script.batch * job.batch
     sequences = sequences_of(job, checkpoint)[start : start + job.batch]
     recorder = Recorder(group, model, torch.tensor(columns), script)
-    batch = Batch(model, replace(settings_of(job, group), watch=recorder.watch), sequences)
+    batch = Batch(model, replace(settings_of(job, checkpoint, group), watch=recorder.watch), sequences)
     recorder.batch = batch
     group.decisions = Decisions(script.decisions)
     hooks = recorder.hook()
@@ -162,9 +166,9 @@ class Recorder:
 
 
 @torch.inference_mode()
-def _plain(group: Group, model: Model, job: Job, script: Script, columns: List[int]) -> Plain:
+def _plain(group: Group, model: Model, job: Job, checkpoint: Checkpoint, script: Script, columns: List[int]) -> Plain:
     """All the batch's sequences at once, as a prompt: nothing is remembered, drafted or decided on the way."""
-    settings = replace(settings_of(job, group), draft_tokens=0)
+    settings = replace(settings_of(job, checkpoint, group), draft_tokens=0)
     counts = [len(tokens) - 1 for tokens in script.tokens]
     prompts = [len(prompt) for prompt in job.prompts[script.batch * job.batch :][: len(counts)]]
     cache = model.new_cache(len(counts), max(counts))

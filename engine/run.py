@@ -41,7 +41,7 @@ def generate(group: Group, emit: Emit, job: Job) -> dict[str, Any]:
         "acceptance": acceptance(sequences, job.draft_tokens),
         "timings": {"load_s": load_s} | timings(clocks, sequences),
         "ledger": group.ledger.rows(),
-        "notes": [*job.strategy.notes, *loaded.notes, *_about_weights(job, loaded, group)],
+        "notes": [*job.strategy.notes, *loaded.notes, *about_weights(job, loaded, group)],
     }
 
 
@@ -92,7 +92,8 @@ def keeps_fp8(job: Job, group: Group) -> bool:
     return job.weights == "keep" or (job.weights == "auto" and group.device.type == "cuda")
 
 
-def _about_weights(job: Job, loaded: Loaded, group: Group) -> list[str]:
+def about_weights(job: Job, loaded: Loaded, group: Group) -> list[str]:
+    """Notes on what was asked for and is not so, or costs something."""
     if loaded.weights == "keep" and group.device.type == "cpu":
         return ["weights kept in FP8 are made dense for each product, which is slow on a CPU"]
     if job.weights == "keep" and loaded.weights != "keep":

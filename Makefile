@@ -6,9 +6,9 @@ GENERATE := $(VENV)/bin/lockstep generate demo --tp 2
 .PHONY: demo test lint
 
 demo: $(READY) # built-in problems, without and with sequence parallelism, without and with drafts
-	$(GENERATE) --strategy tp --draft-tokens 0
-	$(GENERATE) --strategy tp --draft-tokens 3
 	$(GENERATE) --strategy sp-late --draft-tokens 3
+	rm -rf demo-comparison
+	$(VENV)/bin/lockstep compare demo --tp 2 --draft-tokens 0,3 --num-prompts 8 --repeat 3 --out demo-comparison
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest

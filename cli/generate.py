@@ -103,6 +103,7 @@ def _run_and_show(
         display.finish()
     finally:
         display.close()
+    err.print()
     err.print(summary.table(result, prompts, decode))
     return result
 

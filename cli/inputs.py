@@ -46,18 +46,19 @@ class Reader:
             prompts += [self._line(value, f"{file}, line {number}") for number, value in _lines(file)]
         prompts += [self._ids(_parse_ids(given), f"--prompt-ids {_short(given)!r}") for given in ids]
         if not prompts and file is None and self._folder.parent == BUILTIN:
-            prompts = self._problems()
+            prompts = self.problems(NUM_BUILTIN_PROBLEMS)
         if not prompts:
             where = f"{file} has no prompts" if file is not None else "no prompt"
             raise UsageError(f"{where}: give --prompt TEXT, --prompt-ids 5,77,130 or --prompt-file F.jsonl")
         return prompts
 
-    def _problems(self) -> list[Prompt]:
+    def problems(self, count: int) -> list[Prompt]:
+        """The first `count` of the built-in problems that no built-in model was trained on."""
         from lockstep.models.builtin.problems import problems, prompt
 
         return [
             self._text(p.question if self._chat else prompt(p), "a built-in problem", str(p.answer))
-            for p in problems("heldout", NUM_BUILTIN_PROBLEMS)
+            for p in problems("heldout", count)
         ]
 
     def _line(self, value: dict[str, Any], where: str) -> Prompt:

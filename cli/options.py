@@ -101,3 +101,23 @@ JsonFile = Annotated[
     ),
 ]
 Traceback = Annotated[bool, _option(O, "--traceback", "On failure, show where in the code it was.")]
+
+C = "Comparison"
+Strategies = Annotated[
+    str, _option(C, "--strategies", "Strategies, with commas between: names, NAME:EXIT, TOML files.", "LIST")
+]
+Tps = Annotated[str, _option(C, "--tp", "Numbers of ranks, with commas between.", "LIST")]
+DraftTokensList = Annotated[str, _option(C, "--draft-tokens", "Drafts per round, with commas between.", "LIST")]
+Prompts = Annotated[
+    str | None, _option(P, "--prompts", "A file of JSON lines as for generate, or `builtin`.", "F.jsonl|builtin")
+]
+NumPrompts = Annotated[int | None, _number(P, "--num-prompts", "N", 1, None, "Only the first N. Of `builtin`: 16.")]
+Reference = Annotated[str, _option(C, "--reference", "The run to judge by, STRATEGY@P+K: P ranks, K drafts.", "SPEC")]
+Repeat = Annotated[int, _number(C, "--repeat", "R", 0, None, "Clocked repetitions, beside the one that is counted.")]
+Out = Annotated[Path, _option(O, "--out", "The folder for results and reports.", "DIR")]
+Resume = Annotated[bool, _option(O, "--resume", "Keep what an earlier call with this --out has finished.")]
+Trace = Annotated[bool, _option(O, "--trace", "Write trace.json too, for Perfetto or chrome://tracing.")]
+Markdown = Annotated[Path | None, _option(O, "--markdown", "Write it as Markdown there too.", "FILE")]
+Results = Annotated[
+    list[Path], typer.Argument(metavar="DIR|FILE.json...", help="One result to draw again, or two: before and after.")
+]

@@ -10,10 +10,12 @@ import math
 import torch
 from torch import Tensor
 
+from lockstep.comm.decisions import Decisions
 from lockstep.comm.errors import LayoutError
 from lockstep.comm.layout import PARTIAL, REPLICATED, SHARDED, Activation, Layout
 from lockstep.comm.ledger import Ledger
 from lockstep.comm.shard import shard_range
+from lockstep.comm.timeline import Timeline
 from lockstep.comm.transport import TorchTransport
 
 
@@ -23,6 +25,14 @@ class Group:
     def __init__(self, rank: int, size: int, device: torch.device, transport: TorchTransport | None) -> None:
         self.rank, self.size, self.device, self.transport = rank, size, device, transport
         self.ledger = Ledger()
+        self.timeline: Timeline | None = None
+        self.decisions: Decisions | None = None
+
+    def time(self, timeline: Timeline | None) -> None:
+        """Note when each collective begins and ends on `timeline`, or no longer."""
+        self.timeline = timeline
+        if self.transport is not None:
+            self.transport.timeline = timeline
 
     @classmethod
     def local(cls, device: str | torch.device = "cpu") -> Group:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.comm.errors import PeerLost
+from lockstep.comm.timeline import COLLECTIVE, Timeline
 
 Result = TypeVar("Result")
 
@@ -23,6 +24,7 @@ class TorchTransport:
 
     def __init__(self, rank: int, size: int, device: torch.device, timeout_s: float, init_method: str | None) -> None:
         self.rank, self.size = rank, size
+        self.timeline: Timeline | None = None
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
@@ -68,7 +70,12 @@ class TorchTransport:
 
     def _call(self, name: str, at: str, function: Callable[..., Result], *args: Any) -> Result:
         try:
-            return function(*args)
+            if self.timeline is None:
+                return function(*args)
+            begin = self.timeline.now()
+            result = function(*args)
+            self.timeline.add(COLLECTIVE, f"{at} {name}", begin)
+            return result
         except RuntimeError as error:
             # gloo has no error type of its own: a lost or late peer is a RuntimeError that names its source file.
             if isinstance(error, dist.DistError) or "gloo/" in str(error) or "Timed out" in str(error):

@@ -61,7 +61,7 @@ def tell(values: Tensor | None, count: int, group: Group, at: str) -> list[int]:
     """`count` integers that rank 0 decided, on every rank."""
     message = torch.empty(count, dtype=torch.long, device=group.device) if values is None else values.contiguous()
     told: list[int] = group.broadcast(message, at).tolist()
-    return told
+    return told if group.decisions is None else group.decisions.settle(told)
 
 
 def verify(choice: Tensor | None, sequences: list[Sequence], drafts: list[list[int]], group: Group) -> list[int]:

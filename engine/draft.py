@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.layout import REPLICATED, Activation
+from lockstep.comm.timeline import spanned
 from lockstep.engine.accept import greedy, tell
 from lockstep.engine.sequence import Sequence
 from lockstep.engine.settings import Settings
@@ -61,6 +62,7 @@ class Drafter:
             if n:
                 self.pending[b] = [torch.cat(self.pending[b])[n:]]
 
+    @spanned("draft")
     def propose(self, sequences: List[Sequence]) -> list[list[int]]:
         """Draft tokens of each sequence: as many as it can still use. Forgets the rows that joined drafts."""
         wanted = [s.num_drafts(self.settings.draft_tokens) for s in sequences]
@@ -117,6 +119,7 @@ class Drafter:
         shift = [len(ids) - 1 - held for ids, held in zip(known, self.caches[j].lengths, strict=True)]
         return self._run(j, tokens, counts, hidden, shift, selection)
 
+    @spanned("draft step")
     def _run(
         self,
         j: int,

@@ -18,6 +18,7 @@ from lockstep.models.checkpoint import Checkpoint, open_checkpoint, open_dummy
 from lockstep.models.config import check
 from lockstep.models.kernels import Work
 from lockstep.models.load import Loaded, load
+from lockstep.models.model import Model
 from lockstep.models.weights import Shard
 
 Emit = Callable[[Any], None]
@@ -27,26 +28,20 @@ def generate(group: Group, emit: Emit, job: Job) -> dict[str, Any]:
     """Run `job` as one rank of its group. Every rank returns the same result; rank 0 emits Progress and Committed."""
     checkpoint = checkpoint_of(job)
     check(checkpoint.config, job.tp, job.strategy.placement, job.draft_tokens)
-    kernel = kernel_for(job, checkpoint, group)
+    settings = settings_of(job, checkpoint, group)
     tell = emit if group.rank == 0 else _silent
     began = time.perf_counter()
     loaded = load_for(job, checkpoint, group, tell)
     load_s = time.perf_counter() - began
-    settings = Settings(group, job.strategy, job.draft_tokens, job.recycle, job.prefill_chunk, kernel)
     sequences = sequences_of(job, checkpoint)
-    clocks = []
-    for start in range(0, len(sequences), job.batch):
-        batch = Batch(loaded.model, settings, sequences[start : start + job.batch])
-        batch.decode(tell)
-        clocks.append(batch.clock)
-        tell(Progress("decode", min(start + job.batch, len(sequences)), len(sequences)))
+    clocks = decode(job, loaded.model, settings, sequences, tell)
     return {
         "effective": effective(job, checkpoint, settings) | {"weights": loaded.weights},
         "requests": [_request(s) for s in sequences],
         "acceptance": acceptance(sequences, job.draft_tokens),
         "timings": {"load_s": load_s} | timings(clocks, sequences),
         "ledger": group.ledger.rows(),
-        "notes": [*job.strategy.notes, *loaded.notes, *_about_weights(job, loaded, group)],
+        "notes": [*job.strategy.notes, *loaded.notes, *about_weights(job, loaded, group)],
     }
 
 
@@ -54,6 +49,23 @@ def checkpoint_of(job: Job) -> Checkpoint:
     if job.load_format == "dummy":
         return open_dummy(job.model, num_layers=job.num_layers)
     return open_checkpoint(job.model)
+
+
+def decode(job: Job, model: Model, settings: Settings, sequences: list[Sequence], emit: Emit) -> list[Clock]:
+    """Finish the sequences, batch after batch. `emit` is told of commits, and of requests as their batch ends."""
+    clocks = []
+    for start in range(0, len(sequences), job.batch):
+        batch = Batch(model, settings, sequences[start : start + job.batch])
+        batch.decode(emit)
+        clocks.append(batch.clock)
+        emit(Progress("decode", min(start + job.batch, len(sequences)), len(sequences)))
+    return clocks
+
+
+def settings_of(job: Job, checkpoint: Checkpoint, group: Group) -> Settings:
+    """Raises UsageError where the expert kernel that is asked for cannot run this model so."""
+    kernel = kernel_for(job, checkpoint, group)
+    return Settings(group, job.strategy, job.draft_tokens, job.recycle, job.prefill_chunk, kernel)
 
 
 def load_for(job: Job, checkpoint: Checkpoint, group: Group, emit: Emit) -> Loaded:
@@ -80,7 +92,8 @@ def keeps_fp8(job: Job, group: Group) -> bool:
     return job.weights == "keep" or (job.weights == "auto" and group.device.type == "cuda")
 
 
-def _about_weights(job: Job, loaded: Loaded, group: Group) -> list[str]:
+def about_weights(job: Job, loaded: Loaded, group: Group) -> list[str]:
+    """Notes on what was asked for and is not so, or costs something."""
     if loaded.weights == "keep" and group.device.type == "cpu":
         return ["weights kept in FP8 are made dense for each product, which is slow on a CPU"]
     if job.weights == "keep" and loaded.weights != "keep":

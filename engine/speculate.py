@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lockstep.comm.timeline import spanned
 from lockstep.engine.accept import greedy, tell, verify
 from lockstep.engine.draft import Drafter
 from lockstep.engine.requests import Committed
@@ -75,6 +76,7 @@ class Batch:
                 yield from ends
         self.clock.prefill = self.clock.since_start()
 
+    @spanned("round")
     def round(self) -> list[int]:
         """Draft, verify, commit, and keep in the caches exactly what is committed. Tokens committed per sequence."""
         sequences = self.sequences
@@ -89,6 +91,7 @@ class Batch:
         self._drop_finished()
         return committed
 
+    @spanned("target")
     def _forward(self, parts: list[list[int]]) -> Exit:
         device = self.settings.group.device
         rows = self.cache.rows([len(part) for part in parts], device)

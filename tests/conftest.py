@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from comparisons import compared, document  # noqa: F401
 from ranks import ranks  # noqa: F401 (a fixture)
 
 torch.set_num_threads(1)  # before any rank is forked, or the child hangs

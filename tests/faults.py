@@ -104,6 +104,24 @@ def a7_equal_shards(patch: Patch, group: Group) -> None:
     patch(module, "shard_range", floor)
 
 
+def a9_shared_expert_sliced_on_shards(patch: Patch, group: Group) -> None:
+    """Each rank has a slice of the shared expert and rows of its own, so no sum is ever complete."""
+    rowwise = Activation.rowwise
+
+    def sliced(self: Activation, function: Any, at: str) -> Activation:
+        if not at.endswith("ffn.shared"):
+            return rowwise(self, function, at)
+
+        def part(x: torch.Tensor) -> torch.Tensor:
+            half = slice(group.rank * 16, group.rank * 16 + 16)
+            gate, up = (x @ p.weight[half].T for p in (function.gate_proj, function.up_proj))
+            return (torch.nn.functional.silu(gate) * up) @ function.down_proj.weight[:, half].T
+
+        return rowwise(self, part, at)
+
+    patch(Activation, "rowwise", sliced)
+
+
 def a10_shared_expert_per_rank(patch: Patch, group: Group) -> None:
     """A whole shared expert joins the sum before it is finished, so it is counted once per rank."""
     gathered = moe.MoEFFN._gathered
@@ -143,6 +161,15 @@ def a14_full_rows_for_a_shard(patch: Patch, group: Group) -> None:
         return convert(g, x, REPLICATED if x.layout is PARTIAL else to, at)
 
     _at(patch, "attention.out", full)
+
+
+def a15_reduction_skipped_in_decode(patch: Patch, group: Group) -> None:
+    def skip(convert: Any, g: Group, x: Activation, to: Any, at: str) -> Activation:
+        if x.layout is PARTIAL and x.tokens < 5:
+            x = Activation(x.data, REPLICATED, x.tokens)
+        return convert(g, x, to, at)
+
+    _at(patch, "ffn.combine", skip)
 
 
 def b1_pre_norm_recycled(patch: Patch, group: Group) -> None:

@@ -129,7 +129,31 @@ def test_options_are_frozen() -> None:
             ["--timeout"],
             ["--json"],
             ["--traceback"],
-        ]
+        ],
+        "compare": [
+            ["model"],
+            ["--strategies"],
+            ["--tp"],
+            ["--draft-tokens"],
+            ["--reference"],
+            ["--repeat"],
+            ["--prompts"],
+            ["--num-prompts"],
+            ["--chat"],
+            ["--max-new-tokens"],
+            ["--batch"],
+            ["--prefill-chunk"],
+            ["--ignore-eos"],
+            ["--recycle"],
+            ["--dtype"],
+            ["--device"],
+            ["--timeout"],
+            ["--out"],
+            ["--resume"],
+            ["--trace"],
+            ["--traceback"],
+        ],
+        "report": [["results"], ["--markdown"], ["--traceback"]],
     }
     assert [p.opts for p in command.params] == [["--version"], ["--local_rank", "--local-rank"]]
 

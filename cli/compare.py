@@ -1,0 +1,157 @@
+"""`lockstep compare`: the same prompts through several strategies, judged against one of them, and what each cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from lockstep.cli import options
+from lockstep.comm import world
+from lockstep.comm.errors import UsageError
+from lockstep.engine.requests import MAX_DRAFT_TOKENS, Job
+
+if TYPE_CHECKING:
+    from lockstep.cli.inputs import Prompt
+    from lockstep.engine.compare import Outcome, Plan
+    from lockstep.engine.prompts import Tokenizer
+    from lockstep.models.checkpoint import Checkpoint
+
+NUM_BUILTIN = 16
+
+
+def command(
+    model: options.Model,
+    strategies: options.Strategies = "tp,sp-late",
+    tp: options.Tps = "1,2",
+    draft_tokens: options.DraftTokensList = "0,3",
+    reference: options.Reference = "any@1+0",
+    repeat: options.Repeat = 5,
+    prompts: options.Prompts = None,
+    num_prompts: options.NumPrompts = None,
+    chat: options.Chat = False,
+    max_new_tokens: options.MaxNewTokens = 128,
+    batch: options.Batch = 16,
+    prefill_chunk: options.PrefillChunk = 512,
+    ignore_eos: options.IgnoreEos = False,
+    recycle: options.Recycle = "post-norm",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    timeout: options.Timeout = 60.0,
+    out: options.Out = Path("lockstep-comparison"),
+    resume: options.Resume = False,
+    trace: options.Trace = False,
+    traceback: options.Traceback = False,
+) -> None:
+    """Run the same prompts through several strategies: is the output right, where did it break, what did it cost?"""
+    from lockstep.cli import launch
+    from lockstep.cli.inputs import model_folder
+    from lockstep.engine.compare import Plan
+    from lockstep.engine.grid import grid
+    from lockstep.engine.prompts import Tokenizer
+    from lockstep.engine.store import Store
+    from lockstep.models.checkpoint import open_checkpoint
+
+    if world.rank_of_launcher() is not None:
+        raise UsageError("compare starts its own ranks: call it without torchrun or deepspeed")
+    names = _listed("--strategies", strategies)
+    ranks, drafts = _numbers("--tp", tp, 1, 1024), _numbers("--draft-tokens", draft_tokens, 0, MAX_DRAFT_TOKENS)
+    cells, judge = grid(names, ranks, drafts, reference)
+    folder = model_folder(model)
+    checkpoint = open_checkpoint(folder)
+    tokenizer = Tokenizer.load(folder)
+    given = _prompts(checkpoint, tokenizer, prompts, num_prompts, chat=chat)
+    checkpoint.tensors()
+    chosen = launch.device(device, 1)
+    job = Job(
+        model=str(folder),
+        prompts=tuple(p.ids for p in given),
+        strategy=cells[0].strategy,
+        max_new_tokens=max_new_tokens,
+        dtype=dtype,
+        device=chosen,
+        recycle=recycle,
+        prefill_chunk=prefill_chunk,
+        batch=batch,
+        ignore_eos=ignore_eos,
+    )
+    plan = Plan(job, cells, judge, checkpoint.config, repeat, trace, timeout, _devices(chosen))
+    outcomes = _run(plan, Store(out, resume=resume))
+    raise typer.Exit(_report(model, plan, outcomes, given, tokenizer, out))
+
+
+def _run(plan: Plan, store: Any) -> list[Outcome]:
+    from rich.console import Console
+
+    from lockstep.cli.progress import Steps
+    from lockstep.engine.compare import compare
+
+    err = Console(stderr=True, highlight=False)
+    steps = Steps(err)
+    try:
+        return compare(plan, store, on_step=steps.begin, on_event=lambda rank, event: steps.tick())
+    except KeyboardInterrupt:
+        err.print(f"interrupted: what has finished is in {store.folder}; go on with --resume", soft_wrap=True)
+        raise
+    finally:
+        steps.close()
+
+
+def _report(
+    model: str, plan: Plan, outcomes: list[Outcome], given: Sequence[Prompt], tokenizer: Tokenizer | None, out: Path
+) -> int:
+    from rich.console import Console
+
+    from lockstep.cli.comparison import show
+    from lockstep.engine import report, report_files
+
+    texts = report.Texts(model, [p.answer for p in given], tokenizer.decode if tokenizer else None)
+    document = report.build(plan, outcomes, texts)
+    files = report_files.write(out, document)
+    if plan.trace:
+        files.append(report_files.write_trace(out, {o.cell.label: o.runs[0]["trace"] for o in outcomes if o.runs}))
+    console = Console(highlight=False)
+    show(console, document)
+    console.print(f"written: {', '.join(str(file) for file in files)}", soft_wrap=True)
+    return int(document["exit_code"])
+
+
+def _prompts(
+    checkpoint: Checkpoint, tokenizer: Tokenizer | None, source: str | None, count: int | None, *, chat: bool
+) -> list[Prompt]:
+    from lockstep.cli.inputs import BUILTIN, Reader
+
+    config, folder = checkpoint.config, checkpoint.folder
+    reader = Reader(tokenizer, folder, config.vocab, config.max_position, chat=chat)
+    if source is None and folder.parent != BUILTIN:
+        raise UsageError("no prompt: give --prompts F.jsonl, or --prompts builtin for the built-in problems")
+    if source in (None, "builtin"):
+        return reader.problems(count or NUM_BUILTIN)
+    assert source is not None
+    return reader.read([], Path(source), [])[:count]
+
+
+def _devices(device: str) -> int | None:
+    if device != "cuda":
+        return None
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _listed(flag: str, text: str) -> list[str]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise UsageError(f"{flag} {text!r} has an empty place; put one comma between two values")
+    return list(dict.fromkeys(parts))
+
+
+def _numbers(flag: str, text: str, low: int, high: int) -> list[int]:
+    numbers = []
+    for part in _listed(flag, text):
+        if not part.isdecimal() or not low <= int(part) <= high:
+            raise UsageError(f"{flag} {text!r}: {part!r} is not a number from {low} to {high}")
+        numbers.append(int(part))
+    return numbers

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from lockstep.comm.errors import UsageError
 from lockstep.models.storage import ITEM_BYTES, Stored
@@ -42,7 +41,7 @@ def _matrices(name: str, stored: Stored, block: tuple[int, int]) -> Iterator[tup
                 # A block of the stack may have rows of both parts.
                 rows = slice(first // block[0], None if part == PARTS[kind][-1] else -(-last // block[0]))
                 scale = _rows(_rows(stored.scale, expert), rows)
-                matrix = replace(matrix, scale=scale, rows_before=first % block[0])
+                matrix = matrix._replace(scale=scale, rows_before=first % block[0])
             yield f"{prefix}.{expert}.{part}.weight", matrix
 
 
@@ -71,4 +70,4 @@ def _rows(stored: Stored, part: int | slice) -> Stored:
     first, last, _ = slice(part, part + 1).indices(length) if isinstance(part, int) else part.indices(length)
     offset = stored.offset + first * math.prod(rest) * ITEM_BYTES[stored.dtype]
     shape = tuple(rest) if isinstance(part, int) else (last - first, *rest)
-    return replace(stored, shape=shape, offset=offset)
+    return stored._replace(shape=shape, offset=offset)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from lockstep.models.stacks import together
 from lockstep.models.storage import ITEM_BYTES, Stored, header
 
 COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,18 @@ class Output:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def write(checkpoint: Checkpoint, out: Path, max_shard_bytes: int, progress: Progress) -> list[Path]:
+def write(
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    max_shard_bytes: int,
+    texts: Mapping[str, str] = MappingProxyType({}),
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Path]:
     """Write a dummy checkpoint to the folder `out`, tensor by tensor. `progress(done, total)` counts bytes.
 
-    The folder appears when it is complete. Raises UsageError where it exists, or does not fit the disk.
+    Beside it go the other files of its source, and `texts` by file name where the source has none. The folder appears
+    when it is complete. Raises UsageError where it exists, or does not fit the disk.
     """
     outputs = list(_outputs(checkpoint))
     total = sum(output.num_bytes for output in outputs)
@@ -56,6 +64,9 @@ def write(checkpoint: Checkpoint, out: Path, max_shard_bytes: int, progress: Pro
         for name in COPIED:
             if (checkpoint.folder / name).is_file():
                 shutil.copyfile(checkpoint.folder / name, partial / name)
+        for name, text in texts.items():
+            if not (partial / name).exists():
+                (partial / name).write_text(text, encoding="utf-8")
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -18,11 +18,11 @@ from lockstep.comm.strategy import resolve
 from lockstep.engine.settings import Settings
 from lockstep.models import dummy, write
 from lockstep.models.checkpoint import Checkpoint, open_checkpoint, open_dummy
+from lockstep.models.edit import truncate, with_dtype, with_fp8
 from lockstep.models.families import FAMILIES
 from lockstep.models.fp8 import dense
 from lockstep.models.load import load
 from lockstep.models.noise import LENGTH, Noise
-from lockstep.models.truncate import truncate
 from lockstep.models.weights import Shard
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
@@ -40,7 +40,7 @@ def written(family: str, **fields: Any) -> tuple[Path, Path]:
     base = session_folder() / f"dummy-{family}-{'-'.join(fields)}"
     if not base.exists():
         source = config_only(family, base / "config", **fields)
-        write.write(open_dummy(source), base / "written", 100_000, lambda done, total: None)
+        write.write(open_dummy(source), base / "written", max_shard_bytes=100_000)
     return base / "config", base / "written"
 
 
@@ -180,6 +180,16 @@ def test_lists_by_layer() -> None:
     assert truncate(indexers, 3)["indexer_types"] == ["full", "shared", "full"]
 
 
+def test_dtype_and_fp8() -> None:
+    nested = {"torch_dtype": "float32", "text_config": {"dtype": "float32", "quantization_config": {"a": 1}}}
+    assert with_dtype(nested, "bfloat16") == {
+        "dtype": "bfloat16", "text_config": {"dtype": "bfloat16", "quantization_config": {"a": 1}}
+    }  # fmt: skip
+    assert with_fp8(nested, True)["quantization_config"] == {"a": 1}
+    assert "quantization_config" not in json.dumps(with_fp8(nested, False))
+    assert with_fp8({}, True)["quantization_config"]["weight_block_size"] == [128, 128]
+
+
 @pytest.mark.parametrize("layers", (0, 62, -1))
 def test_layers_out_of_range(layers: int) -> None:
     with pytest.raises(UsageError, match=f"--num-layers {layers} is not between 1 and the 61 of config"):
@@ -210,14 +220,14 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     source, _ = written("deepseek_v3")
     (tmp_path / "there").mkdir()
     with pytest.raises(UsageError, match="exists already, and nothing is overwritten"):
-        write.write(open_dummy(source), tmp_path / "there", 1 << 30, lambda done, total: None)
+        write.write(open_dummy(source), tmp_path / "there", max_shard_bytes=1 << 30)
 
 
 def test_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))  # type: ignore[attr-defined]
     source, _ = written("deepseek_v3")
-    with pytest.raises(UsageError, match="has room for 0.0 GB"):
-        write.write(open_dummy(source), tmp_path / "new" / "deep", 1 << 30, lambda done, total: None)
+    with pytest.raises(UsageError, match=r"has room for 0\.0 GB"):
+        write.write(open_dummy(source), tmp_path / "new" / "deep", max_shard_bytes=1 << 30)
     assert not list(tmp_path.iterdir())
 
 
@@ -228,7 +238,7 @@ def test_nothing_is_left_of_a_failure(tmp_path: Path) -> None:
 
     source, _ = written("deepseek_v3")
     with pytest.raises(KeyboardInterrupt):
-        write.write(open_dummy(source), tmp_path / "new", 1 << 30, fail)
+        write.write(open_dummy(source), tmp_path / "new", max_shard_bytes=1 << 30, progress=fail)
     assert not list(tmp_path.iterdir())
 
 

@@ -26,6 +26,7 @@ def generate(group: Group, emit: Emit, job: Job) -> dict[str, Any]:
     checkpoint = open_checkpoint(job.model)
     check(checkpoint.config, job.tp, job.strategy.placement, job.draft_tokens)
     tell = emit if group.rank == 0 else _silent
+    group.mark("load")
     began = time.perf_counter()
     loaded = load_for(job, checkpoint, group, tell)
     load_s = time.perf_counter() - began

@@ -10,20 +10,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Bytes of the tensor that a rank puts in, up to which the exchange is used, per collective and number of ranks; a group
-# larger than the last entry uses gloo's own. Where: `lockstep comm-bench`, 2 cores (Zen 3), torch 2.13.0, gloo over
-# loopback, one thread per rank, other work on the machine: minima of 300 calls.
+# Bytes of the tensor that a rank puts in, up to which the exchange is used, per collective and number of ranks; 0: never.
+# A group of another size uses gloo's own. Where: `lockstep comm-bench`, 2 cores (Zen 3), torch 2.13.0, gloo over
+# loopback, float32, one thread per rank, other work on the machine: minima of 100 to 300 calls. gloo's reduce-scatter
+# is an all-reduce of which most is thrown away, so the exchange beats it at every size that was measured.
 EXCHANGE_UP_TO = {
-    "all-reduce": {2: 16_384, 4: 16_384},
-    "reduce-scatter": {2: 16_384, 4: 16_384},
-    "all-gather": {2: 16_384, 4: 16_384},
+    "all-reduce": {2: 0, 3: 16_384, 4: 32_768},
+    "reduce-scatter": {2: 4_194_304, 3: 262_144, 4: 1_048_576},
+    "all-gather": {2: 0, 3: 0, 4: 0},
 }
 
 
 def exchange_up_to(collective: str, size: int) -> int:
-    """The threshold in bytes for `size` ranks: that of the next larger size that was measured, else 0."""
-    measured = EXCHANGE_UP_TO[collective]
-    return measured[min((p for p in measured if p >= size), default=0)] if size <= max(measured) else 0
+    """The threshold in bytes for `size` ranks; 0 where it was not measured."""
+    return EXCHANGE_UP_TO[collective].get(size, 0)
 
 
 def sum_in_order(parts: Tensor) -> Tensor:

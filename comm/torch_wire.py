@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.comm.algorithms import copies, exchange_up_to, sum_in_order
+from lockstep.comm.algorithms import EXCHANGE_UP_TO, copies, exchange_up_to, sum_in_order
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,18 @@ class CallsWire:
     ) -> None:
         self.name, self.ends_itself = name, ends_itself
         self._calls, self._rank, self._size, self._on_close = calls, rank, size, on_close
-        chosen = algorithm if name.endswith("gloo") else "native"
         self._up_to = {
-            collective: {"native": -1, "exchange": 1 << 62}.get(chosen, exchange_up_to(collective, size))
-            for collective in ("all-reduce", "reduce-scatter", "all-gather")
+            collective: {"native": -1, "exchange": 1 << 62}.get(algorithm, exchange_up_to(collective, size))
+            for collective in (EXCHANGE_UP_TO if name.endswith("gloo") else ())
         }
+
+    def has_choice(self, collective: str) -> bool:
+        """Whether there is more than one algorithm behind `collective`."""
+        return collective in self._up_to
+
+    def with_algorithm(self, algorithm: str) -> CallsWire:
+        """The same group by another algorithm. Close only one of them."""
+        return CallsWire(self._calls, self.name, self._rank, self._size, algorithm, ends_itself=self.ends_itself)
 
     def all_reduce(self, tensor: Tensor) -> None:
         if self._by_exchange("all-reduce", tensor):
@@ -108,7 +115,7 @@ class CallsWire:
         return isinstance(error, dist.DistError) or "gloo/" in str(error) or "Timed out" in str(error)
 
     def _by_exchange(self, collective: str, tensor: Tensor) -> bool:
-        return tensor.nbytes <= self._up_to[collective]
+        return tensor.nbytes <= self._up_to.get(collective, -1)
 
     def _exchange(self, sent: Tensor) -> Tensor:
         """What each rank has for this one, [P, ...], in rank order. `sent` [P, ...] is one part for each."""

@@ -88,7 +88,6 @@ def test_the_threshold_decides() -> None:
     for collective, by_size in table.items():
         for size, up_to in by_size.items():
             assert algorithms.exchange_up_to(collective, size) == up_to
-    assert algorithms.exchange_up_to("all-reduce", 3) == table["all-reduce"][4]
     assert algorithms.exchange_up_to("all-reduce", 64) == 0
     asked: list[str] = []
     calls = type(TORCH)(
@@ -101,9 +100,9 @@ def test_the_threshold_decides() -> None:
         TORCH.barrier,
     )
     for name, large, small in (("gloo", "all-reduce", "all-to-all"), ("nccl", "all-reduce", "all-reduce")):
-        wire = CallsWire(calls, name, 0, 2, "auto")
+        wire = CallsWire(calls, name, 0, 4, "auto")
         asked.clear()
-        up_to = table["all-reduce"][2]
+        up_to = table["all-reduce"][4]
         wire.all_reduce(torch.zeros(up_to // 4))
         wire.all_reduce(torch.zeros(up_to // 4 + 1))
         assert asked == [small, large]

@@ -10,6 +10,7 @@ import typer
 
 from lockstep.comm.errors import UsageError
 from lockstep.comm.strategy import CHOICES, NAMED
+from lockstep.comm.wiring import ALGORITHMS, COMMS
 from lockstep.engine.requests import MAX_DRAFT_TOKENS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
@@ -90,6 +91,14 @@ Dense = Annotated[str | None, _choice(R, "--dense", CHOICES["dense"], "Weights o
 Shared = Annotated[str | None, _choice(R, "--shared", CHOICES["shared"], "Weights of the shared expert")]
 Head = Annotated[
     str | None, _choice(R, "--head", CHOICES["head"], "What travels of the logits, all or each shard's best")
+]
+Comm = Annotated[str, _choice(R, "--comm", COMMS, "The library that moves bytes between ranks")]
+CommAlgorithm = Annotated[
+    str, _choice(R, "--comm-algorithm", ALGORITHMS, "What gloo does behind a conversion, auto by size")
+]
+CommLog = Annotated[bool, _option(R, "--comm-log", "With --comm deepspeed: its own log of collectives, at the end.")]
+CheckRanks = Annotated[
+    bool, _option(R, "--check-ranks", "Before each collective, compare what all ranks are about to do. Slow.")
 ]
 Timeout = Annotated[float, _number(R, "--timeout", "S", 1, None, "Seconds that a rank waits for the others.")]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Bytes of the tensor that a rank puts in, up to which the exchange is used, per collective and number of ranks; 0: never.
+# Bytes of the tensor that a rank puts in, up to which the exchange is used, per collective and number of ranks.
 # A group of another size uses gloo's own. Where: `lockstep comm-bench`, 2 cores (Zen 3), torch 2.13.0, gloo over
 # loopback, float32, one thread per rank, other work on the machine: minima of 100 to 300 calls. gloo's reduce-scatter
 # is an all-reduce of which most is thrown away, so the exchange beats it at every size that was measured.

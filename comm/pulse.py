@@ -34,12 +34,12 @@ class Beat:
     when: float
 
     def __str__(self) -> str:
-        stage = self.stage or "starting"
+        stage = self.stage or "start"
         during = f"{stage}, round {self.round}" if self.round else stage
         if not self.sequence:
-            return f"on {self.host}, {during}, before its first collective"
+            return f"on {self.host} in {during}, before its first collective"
         verb = "in" if self.inside else "after"
-        return f"on {self.host}, {during}, {verb} collective {self.sequence} ({self.collective} at {self.boundary})"
+        return f"on {self.host} in {during}, {verb} collective {self.sequence} ({self.collective} at {self.boundary})"
 
 
 class Pulse:

@@ -205,9 +205,12 @@ def _deadline(ranks: Sequence[Rank], timeout_s: float, grace_s: float) -> float 
     """Until when the silent ranks may stay so.
 
     A rank that lost a peer knows only that: the death it saw is reported within moments, and peers that hang in the
-    same collective time out about when it did. And ranks that work in lockstep finish in lockstep.
+    same collective time out about when it did; a stopped rank will say nothing. And ranks that work in lockstep finish
+    in lockstep.
     """
     losses = [rank.heard for rank in ranks if isinstance(rank.outcome, Failure)]
+    if losses and all(rank.outcome or rank.is_stopped() for rank in ranks):
+        return min(losses)
     if losses:
         return min(losses) + grace_s
     if any(rank.outcome for rank in ranks):

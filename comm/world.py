@@ -145,9 +145,10 @@ def run_as_rank(
 
     try:
         value = target(group, emit, *args)
+        group.mark("end")
     except PeerLost as error:
         raise PeerLost(_account(peers, str(error))) from error
-    except UsageError:
+    except (UsageError, BrokenPipeError):
         raise
     except Exception as error:
         text = traceback.format_exc()
@@ -256,6 +257,7 @@ def _rank_main(
         heart = Pulse.new() if pulse is None else Pulse.of(parent, pulse)
         group = _join(rank, size, device, timeout_s, init_method, threads, wiring, heart)
         value = target(group, lambda event: sender.send(Event(event)), *args)
+        group.mark("end")
         group.close()  # waits for nobody
         sender.send(Result(value if rank == 0 else None))
     except BaseException as error:  # also SystemExit: a rank that leaves early is a failure, whatever its code

@@ -16,11 +16,12 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from lockstep.cli import generate
+from lockstep.cli import generate, launcher
 from lockstep.comm.errors import PeerLost, UsageError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
 app.command("generate")(generate.command)
+app.command("launch")(launcher.command)
 
 
 def _version(value: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.comm.errors import UsageError
+from lockstep.comm.launchers import LAUNCHERS
 from lockstep.comm.strategy import CHOICES, NAMED
 from lockstep.comm.wiring import ALGORITHMS, COMMS
 from lockstep.engine.requests import MAX_DRAFT_TOKENS
@@ -101,6 +102,21 @@ CheckRanks = Annotated[
     bool, _option(R, "--check-ranks", "Before each collective, compare what all ranks are about to do. Slow.")
 ]
 Timeout = Annotated[float, _number(R, "--timeout", "S", 1, None, "Seconds that a rank waits for the others.")]
+
+L = "Where the ranks run"
+CommandLine = Annotated[
+    list[str], typer.Argument(metavar="-- COMMAND ...", help="The command to run on every rank, with its --tp.")
+]
+Launcher = Annotated[str, _choice(L, "--launcher", LAUNCHERS, "What starts the ranks")]
+Hostfile = Annotated[Path | None, _option(L, "--hostfile", "The hosts: lines `NAME slots=N`.", "FILE")]
+NumNodes = Annotated[int | None, _number(L, "--nnodes", "N", 1, None, "Hosts, with --tp / N ranks on each.")]
+NodeRank = Annotated[int | None, _number(L, "--node-rank", "I", 0, None, "Which of the hosts this one is.")]
+MasterAddr = Annotated[str | None, _option(L, "--master-addr", "The first host's address, where ranks meet.", "HOST")]
+MasterPort = Annotated[
+    int | None,
+    _number(L, "--master-port", "PORT", 1, 65535, "The port there. Default: a free one; of several hosts, 29500."),
+]
+DryRun = Annotated[bool, _option(L, "--dry-run", "Print the command line and stop.")]
 
 O = "Output"  # noqa: E741
 JsonFile = Annotated[

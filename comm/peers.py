@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 
 from lockstep.comm.pulse import Pulse
-from lockstep.comm.supervise import is_stopped
+from lockstep.comm.supervise import PEER_LOST, is_stopped
 from lockstep.comm.transport import Transport
 
 CARD_BYTES = 256
@@ -52,20 +53,66 @@ class Peer:
 
 
 class Peers:
+    """Also answers the launcher's SIGTERM, which may come before this rank's own collective has failed."""
+
     def __init__(self, transport: Transport) -> None:
         """Meet: a collective."""
-        self._transport = transport
+        self._transport, self._telling = transport, threading.Lock()
+        self._alarm: int | None = None
+        transport.on_overdue = self._leave
         cards = _exchange(transport)
         self.others = [_peer(rank, card) for rank, card in enumerate(cards) if rank != transport.rank]
 
+    def answer_sigterm(self) -> None:
+        """Wait for SIGTERM in a thread: the main one, which must call this, may be inside a collective then."""
+        reader, self._alarm = os.pipe()
+        os.set_blocking(self._alarm, False)
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
+        signal.set_wakeup_fd(self._alarm, warn_on_full_buffer=False)
+        threading.Thread(target=self._end_on_sigterm, args=(reader,), name="lockstep-sigterm", daemon=True).start()
+
+    def account(self, message: str) -> str:
+        """`message`, with who is to blame. Ends stopped peers: a launcher's SIGTERM would wait for them to go on."""
+        with self._telling:
+            blame = self._blame()
+            for peer in self.others:
+                if peer.pidfd is not None and peer.state() == "stopped":
+                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                        signal.pidfd_send_signal(peer.pidfd, signal.SIGKILL)
+            return f"{blame} ({message})"
+
     def close(self) -> None:
+        if self._alarm is not None:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.close(self._alarm)
+            self._alarm = None
         for peer in self.others:
             if peer.pulse:
                 peer.pulse.close()
             if peer.pidfd is not None:
                 os.close(peer.pidfd)
 
-    def blame(self) -> str:
+    def _end_on_sigterm(self, reader: int) -> None:
+        number = b"none"
+        while number and ord(number[:1]) != signal.SIGTERM:
+            number = os.read(reader, 1)
+        os.close(reader)
+        if not number:
+            return
+        if self._telling.acquire(blocking=False):
+            with contextlib.suppress(ValueError, OSError):  # closed: the run is over
+                for suspect in self._suspects():
+                    _say(f"{suspect} (this rank was told to end)")
+        else:
+            time.sleep(2 * LOOK_S)  # the main thread is about to say it
+        os._exit(128 + signal.SIGTERM)
+
+    def _leave(self, message: str) -> None:
+        _say(self.account(message))
+        os._exit(PEER_LOST)
+
+    def _blame(self) -> str:
         """Which rank the failed collective waited for, as far as this host can tell."""
         deadline = time.monotonic() + LOOK_S
         while not (found := list(self._suspects())) and time.monotonic() < deadline:
@@ -92,12 +139,10 @@ class Peers:
                 if peer.pulse and peer.pulse.read().sequence < mine:
                     yield f"rank {peer.rank} is behind: {peer.where()}"
 
-    def end_stopped(self) -> None:
-        """Kill the stopped peers of this host: a launcher's SIGTERM would wait for them to go on."""
-        for peer in self.others:
-            if peer.pidfd is not None and peer.state() == "stopped":
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    signal.pidfd_send_signal(peer.pidfd, signal.SIGKILL)
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"lockstep: {line}\n")
+    sys.stderr.flush()
 
 
 def _exchange(transport: Transport) -> list[dict[str, str | int]]:

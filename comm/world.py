@@ -135,6 +135,8 @@ def run_as_rank(
     if launched is None:
         raise UsageError("this process is not a rank: RANK and WORLD_SIZE are not set")
     rank, size = launched
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a launcher that is killed leaves us behind
     pulse = Pulse.new()
     group = _join(rank, size, device, timeout_s, None, _threads(), wiring, pulse)
     peers = _meet(group)
@@ -147,7 +149,7 @@ def run_as_rank(
         value = target(group, emit, *args)
         group.mark("end")
     except PeerLost as error:
-        raise PeerLost(_account(peers, str(error))) from error
+        raise PeerLost(peers.account(str(error)) if peers else str(error)) from error
     except (UsageError, BrokenPipeError):
         raise
     except Exception as error:
@@ -168,22 +170,8 @@ def _meet(group: Group) -> Peers | None:
     from lockstep.comm.peers import Peers
 
     peers = Peers(group.transport)
-
-    def leave(message: str) -> None:
-        sys.stderr.write(f"lockstep: {_account(peers, message)}\n")
-        sys.stderr.flush()
-        os._exit(PEER_LOST)
-
-    group.transport.on_overdue = leave
+    peers.answer_sigterm()
     return peers
-
-
-def _account(peers: Peers | None, message: str) -> str:
-    if peers is None:
-        return message
-    blame = peers.blame()
-    peers.end_stopped()
-    return f"{blame} ({message})"
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ HOW: dict[str, Callable[[], None]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "raise": lambda: _raise(),
+    "sleep": lambda: time.sleep(1000),
     "memory": lambda: _raise(MemoryError("cannot allocate 99 GiB")),
 }
 

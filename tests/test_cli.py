@@ -133,7 +133,17 @@ def test_options_are_frozen() -> None:
             ["--timeout"],
             ["--json"],
             ["--traceback"],
-        ]
+        ],
+        "launch": [
+            ["arguments"],
+            ["--launcher"],
+            ["--hostfile"],
+            ["--nnodes"],
+            ["--node-rank"],
+            ["--master-addr"],
+            ["--master-port"],
+            ["--dry-run"],
+        ],
     }
     assert [p.opts for p in command.params] == [["--version"], ["--local_rank", "--local-rank"]]
 

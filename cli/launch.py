@@ -33,6 +33,11 @@ def ranks(tp: int | None) -> int:
     return started
 
 
+def alone() -> bool:
+    """Whether no launcher has started this process as a rank."""
+    return world.rank_of_launcher() is None
+
+
 def is_root() -> bool:
     """Whether this process prints and writes: always, but as one of a launcher's ranks other than the first."""
     launcher = world.rank_of_launcher()

@@ -34,10 +34,10 @@ def _number(panel: str, flag: str, metavar: str, low: int, high: int | None, tex
 
 
 def _choice(panel: str, flag: str, choices: Sequence[str], text: str) -> Any:
-    return _option(panel, flag, f"{text}: {_listed(choices)}.", "NAME", callback=_one_of(flag, choices))
+    return _option(panel, flag, f"{text}: {_listed(choices)}.", "NAME", callback=one_of(flag, choices))
 
 
-def _one_of(flag: str, choices: Sequence[str]) -> Callable[[str | None], str | None]:
+def one_of(flag: str, choices: Sequence[str]) -> Callable[[str | None], str | None]:
     def check(value: str | None) -> str | None:
         if value is not None and value not in choices:
             raise UsageError(f"{flag} {value!r} is not known; use {_listed(choices)}")
@@ -102,6 +102,12 @@ CheckRanks = Annotated[
     bool, _option(R, "--check-ranks", "Before each collective, compare what all ranks are about to do. Slow.")
 ]
 Timeout = Annotated[float, _number(R, "--timeout", "S", 1, None, "Seconds that a rank waits for the others.")]
+
+B = "Measuring"
+Collectives = Annotated[str, _option(B, "--collectives", "Which, separated by commas.", "NAME,...")]
+Sizes = Annotated[str, _option(B, "--sizes", "Bytes of the whole value, separated by commas.", "N,...")]
+Dtypes = Annotated[str, _option(B, "--dtypes", "Types, separated by commas.", "NAME,...")]
+Calls = Annotated[int, _number(B, "--calls", "N", 1, None, "Calls that are timed, of each case.")]
 
 L = "Where the ranks run"
 CommandLine = Annotated[

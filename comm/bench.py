@@ -13,8 +13,8 @@ import torch
 from lockstep.comm.group import Group
 from lockstep.comm.torch_wire import CallsWire
 from lockstep.comm.wire import Wire
+from lockstep.comm.wiring import COLLECTIVES
 
-COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "gather", "barrier")
 BUDGET_S = 20.0  # of one case; it stops early rather than go on with what is slow
 
 

@@ -59,6 +59,7 @@ class Peers:
         """Meet: a collective."""
         self._transport, self._telling = transport, threading.Lock()
         self._alarm: int | None = None
+        self._account = "lost a rank"
         transport.on_overdue = self._leave
         cards = _exchange(transport)
         self.others = [_peer(rank, card) for rank, card in enumerate(cards) if rank != transport.rank]
@@ -79,7 +80,8 @@ class Peers:
                 if peer.pidfd is not None and peer.state() == "stopped":
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         signal.pidfd_send_signal(peer.pidfd, signal.SIGKILL)
-            return f"{blame} ({message})"
+            self._account = f"{blame} ({message})"
+            return self._account
 
     def close(self) -> None:
         if self._alarm is not None:
@@ -105,7 +107,8 @@ class Peers:
                 for suspect in self._suspects():
                     _say(f"{suspect} (this rank was told to end)")
         else:
-            time.sleep(2 * LOOK_S)  # the main thread is about to say it
+            time.sleep(2 * LOOK_S)  # the main thread is about to say it, and to end
+            _say(self._account)
         os._exit(128 + signal.SIGTERM)
 
     def _leave(self, message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 COMMS = ("torch", "deepspeed", "deepspeed-shm", "mpi")
+COLLECTIVES = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "broadcast", "gather", "barrier")
 ALGORITHMS = ("auto", "native", "exchange")
 
 

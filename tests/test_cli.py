@@ -144,6 +144,19 @@ def test_options_are_frozen() -> None:
             ["--master-port"],
             ["--dry-run"],
         ],
+        "comm-bench": [
+            ["--tp"],
+            ["--collectives"],
+            ["--sizes"],
+            ["--dtypes"],
+            ["--calls"],
+            ["--comm"],
+            ["--comm-algorithm"],
+            ["--device"],
+            ["--timeout"],
+            ["--json"],
+            ["--traceback"],
+        ],
     }
     assert [p.opts for p in command.params] == [["--version"], ["--local_rank", "--local-rank"]]
 

@@ -36,6 +36,8 @@ def sabotage(rank_of: Callable[[], int], culprit: int, place: str, how: str) -> 
     def strike(pulse: Pulse, here: bool) -> None:
         if here and not done and rank_of() == culprit:
             done.append(True)
+            if "SABOTAGE_STRUCK" in os.environ:
+                Path(os.environ["SABOTAGE_STRUCK"]).touch()  # for a test to see when
             HOW[how]()
 
     def marked(pulse: Pulse, stage: str, round: int | None = None) -> None:

@@ -165,7 +165,20 @@ def _mpi(plan: Plan) -> Command:
     if not plan.hosts.only_here:
         hosts = ("-hosts", ",".join(plan.hosts.names), "-ppn", str(plan.hosts.slots[0]))
     chosen = () if option(plan.arguments, "--comm") else ("--comm", "mpi")
-    argv = (mpiexec, *hosts, "-n", str(plan.ranks), sys.executable, "-m", "mpi4py", "-m", MODULE, *plan.arguments)
+    # It would kill the other ranks before they have said which one was lost; they end by themselves.
+    argv = (
+        mpiexec,
+        "-disable-auto-cleanup",
+        *hosts,
+        "-n",
+        str(plan.ranks),
+        sys.executable,
+        "-m",
+        "mpi4py",
+        "-m",
+        MODULE,
+        *plan.arguments,
+    )
     master = "127.0.0.1" if plan.hosts.only_here else plan.hosts.names[0]
     meet = {"MASTER_ADDR": plan.master_addr or master, "MASTER_PORT": str(plan.master_port or free_port())}
     return Command((*argv, *chosen), _threads() | meet | (_loopback() if plan.hosts.only_here else {}))

@@ -60,9 +60,9 @@ class Peers:
         self._transport, self._telling = transport, threading.Lock()
         self._alarm: int | None = None
         self._account = "lost a rank"
-        transport.on_overdue = self._leave
         cards = _exchange(transport)
         self.others = [_peer(rank, card) for rank, card in enumerate(cards) if rank != transport.rank]
+        transport.on_overdue, transport.is_peer_gone = self._leave, self._is_one_gone
 
     def answer_sigterm(self) -> None:
         """Wait for SIGTERM in a thread: the main one, which must call this, may be inside a collective then."""
@@ -89,6 +89,7 @@ class Peers:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.close(self._alarm)
             self._alarm = None
+        self._transport.is_peer_gone = lambda: False
         for peer in self.others:
             if peer.pulse:
                 peer.pulse.close()
@@ -110,6 +111,9 @@ class Peers:
             time.sleep(2 * LOOK_S)  # the main thread is about to say it, and to end
             _say(self._account)
         os._exit(128 + signal.SIGTERM)
+
+    def _is_one_gone(self) -> bool:
+        return any(peer.state() == "gone" for peer in self.others)
 
     def _leave(self, message: str) -> None:
         _say(self.account(message))

@@ -22,6 +22,7 @@ from lockstep.comm.wire import Wire
 
 Result = TypeVar("Result")
 DIGEST_BYTES = 512
+HOPELESS_S = 0.5  # a collective that is not done this long after a rank has ended never will be
 
 
 class Transport:
@@ -32,6 +33,7 @@ class Transport:
     ) -> None:
         self.rank, self.size, self.wire, self.pulse, self.timeout_s = rank, size, wire, pulse, timeout_s
         self.on_overdue: Callable[[str], None] = _leave
+        self.is_peer_gone: Callable[[], bool] = lambda: False
         self.device = device
         self._check, self._tokens = check, 0
         self._watch = None if wire.ends_itself else Watch(self)
@@ -151,11 +153,12 @@ class Watch:
 
     def _run(self) -> None:
         timeout_s = self._transport.timeout_s
-        while not self._done.wait(min(1.0, timeout_s / 4)):
+        while not self._done.wait(min(HOPELESS_S, timeout_s / 4)):
             beat = self._transport.pulse.read()
-            if beat.inside and time.monotonic() - beat.when > timeout_s:
+            waited = time.monotonic() - beat.when if beat.inside else 0.0
+            if waited > timeout_s or (waited > HOPELESS_S and self._transport.is_peer_gone()):
                 what = f"{beat.collective} at {beat.boundary} on rank {self._transport.rank}"
-                self._transport.on_overdue(f"{what} failed: no end after {timeout_s:g} s")
+                self._transport.on_overdue(f"{what} failed: no end after {waited:.1f} s")
                 return
 
 

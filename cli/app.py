@@ -16,13 +16,15 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from lockstep.cli import compare, generate, report
+from lockstep.cli import comm_bench, compare, generate, launcher, report
 from lockstep.comm.errors import PeerLost, UsageError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
 app.command("generate")(generate.command)
 app.command("compare")(compare.command)
 app.command("report")(report.command)
+app.command("launch")(launcher.command)
+app.command("comm-bench")(comm_bench.command)
 
 
 def _version(value: bool) -> None:

@@ -126,6 +126,10 @@ def test_options_are_frozen() -> None:
             ["--dense"],
             ["--shared"],
             ["--head"],
+            ["--comm"],
+            ["--comm-algorithm"],
+            ["--comm-log"],
+            ["--check-ranks"],
             ["--timeout"],
             ["--json"],
             ["--traceback"],
@@ -154,6 +158,29 @@ def test_options_are_frozen() -> None:
             ["--traceback"],
         ],
         "report": [["results"], ["--markdown"], ["--traceback"]],
+        "launch": [
+            ["arguments"],
+            ["--launcher"],
+            ["--hostfile"],
+            ["--nnodes"],
+            ["--node-rank"],
+            ["--master-addr"],
+            ["--master-port"],
+            ["--dry-run"],
+        ],
+        "comm-bench": [
+            ["--tp"],
+            ["--collectives"],
+            ["--sizes"],
+            ["--dtypes"],
+            ["--calls"],
+            ["--comm"],
+            ["--comm-algorithm"],
+            ["--device"],
+            ["--timeout"],
+            ["--json"],
+            ["--traceback"],
+        ],
     }
     assert [p.opts for p in command.params] == [["--version"], ["--local_rank", "--local-rank"]]
 
@@ -422,12 +449,13 @@ def test_a_rank_that_fails_is_one_line_and_no_result(
     file.write_text("old")
     arguments = ["generate", str(model), *RUN, "--tp", str(tp), "--json", str(file)]
     assert app.main(arguments) == 3
-    message = f"lockstep: rank {tp - 1}: ValueError: first line second line"
-    assert capsys.readouterr().err == f"{message} (run again with --traceback to see where)\n"
+    where = "; last seen on * in start, before its first collective" if tp > 1 else ""
+    message = f"lockstep: rank {tp - 1}: ValueError: first line second line{where}"
+    assert matches(capsys.readouterr().err, f"{message} (run again with --traceback to see where)\n")
     assert app.main([*arguments, "--traceback"]) == 3
     err = capsys.readouterr().err
     assert err.startswith("Traceback")
-    assert err.endswith(f"{message}\n")
+    assert matches(err, f"*{message}\n")
     assert 'raise ValueError("first line\\nsecond line")' in err
     assert [f.read_text() for f in tmp_path.iterdir()] == ["old"]
 

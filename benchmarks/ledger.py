@@ -25,7 +25,7 @@ WAYS = {"nothing": (False, False), "ledger": (True, False), "ledger and times": 
 
 def measure(group: Group, emit: Any, job: Job, pairs: int) -> dict[str, list[float]]:
     checkpoint = open_checkpoint(job.model)
-    model, settings = load_for(job, checkpoint, group, emit).model, settings_of(job, group)
+    model, settings = load_for(job, checkpoint, group, emit).model, settings_of(job, checkpoint, group)
     speeds: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(pairs + 1):  # the first one warms up
         for way, (counted, timed) in WAYS.items():

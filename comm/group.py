@@ -191,6 +191,7 @@ def connect(
     pulse = pulse or Pulse.new()
     pulse.mark("start", 0)
     wire = open_wire(wiring, rank, size, device, timeout_s, init_method)
+    wire.barrier()  # or a rank that is soon done leaves while another one still connects to it
     return Group(rank, size, device, Transport(rank, size, device, wire, pulse, timeout_s, wiring.check_ranks))
 
 

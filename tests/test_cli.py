@@ -202,7 +202,7 @@ def test_bad_input_is_one_line_before_torch_is_imported(model: Path, tmp_path: P
         ([], "Missing argument 'MODEL'."),
         (["/no/such", *ids], "model /no/such is not a folder; give a checkpoint folder, or the built-in model `demo`"),
         ([str(empty), *ids], f"{empty} has no config.json; give the folder of a Hugging Face checkpoint"),
-        ([str(unknown), *ids], f"{unknown}/config.json: model_type 'gpt2' is not one of deepseek_v3, glm4_moe"),
+        ([str(unknown), *ids], f"{unknown}/config.json: model_type 'gpt2' is not one of deepseek_v3, *"),
         ([str(truncated), *ids], f"{truncated}/model.safetensors is damaged or incomplete (*); download it again"),
         ([m], "no prompt: give --prompt TEXT, --prompt-ids 5,77,130 or --prompt-file F.jsonl"),
         ([m, "--prompt", " "], "--prompt is empty; give some text"),
@@ -674,3 +674,40 @@ def test_errors_that_ranks_raise_keep_their_kind(model: Path, monkeypatch: pytes
         monkeypatch.setattr("lockstep.engine.run.generate", generate_)
         with pytest.raises(seen):
             launch.run(job, timeout_s=5, on_event=lambda rank, event: None)
+
+
+def test_finished_requests_outlive_a_run_that_fails(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, partial = tmp_path / "result.json", tmp_path / "result.json.partial.jsonl"
+    arguments = ["generate", str(model), *RUN, "--json", str(file)]
+
+    def full(document: dict[str, Any], name: str) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jsonfile, "write", full)
+        assert app.main(arguments) == 3
+    assert "no space left on device" in capsys.readouterr().err
+    kept = [json.loads(line) for line in partial.read_text().splitlines()]
+    assert app.main(arguments) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    requests = json.loads(file.read_text())["requests"]
+    assert sorted(kept, key=lambda line: int(line["request"])) == [
+        {"request": i} | {key: r[key] for key in ("prompt_ids", "tokens", "text", "finish_reason")}
+        for i, r in enumerate(requests)
+    ]
+
+
+def test_a_request_is_kept_once_it_is_finished_and_not_before(tmp_path: Path) -> None:
+    partial = tmp_path / "r.json.partial.jsonl"
+    finished = jsonfile.Finished(str(tmp_path / "r.json"), [[5], [6]], None)
+    finished.on_event(Committed(1, (7, 8), 1))
+    assert not partial.exists()
+    finished.on_event(Committed(1, (9,), 0, "stop"))
+    line = {"request": 1, "prompt_ids": [6], "tokens": [7, 8, 9], "text": None, "finish_reason": "stop"}
+    assert [json.loads(text) for text in partial.read_text().splitlines()] == [line]
+    finished.remove()
+    assert not partial.exists()
+    jsonfile.Finished("-", [[5]], None).on_event(Committed(0, (7,), 0, "stop"))
+    assert list(tmp_path.iterdir()) == []

@@ -10,7 +10,8 @@ import torch
 from lockstep.comm import algorithms
 from lockstep.comm.errors import Disagreement
 from lockstep.comm.group import Group
-from lockstep.comm.layout import PARTIAL, REPLICATED, SHARDED, Activation, shard_range
+from lockstep.comm.layout import PARTIAL, REPLICATED, SHARDED, Activation
+from lockstep.comm.shard import shard_range
 from lockstep.comm.supervise import RankFailed
 from lockstep.comm.torch_wire import TORCH, CallsWire
 from lockstep.comm.wiring import Wiring

@@ -1,7 +1,7 @@
 """The Typer application, and how its errors become one line and an exit code.
 
-Exit codes: 0 done; 1 a comparison found that something diverged; 2 bad input; 3 a rank failed; 75 (as a launcher's
-rank) another rank failed; 130 interrupted; 141 the reader of the output went away.
+Exit codes: 0 done; 1 a comparison diverged, or an inspected checkpoint is not as it should be; 2 bad input; 3 a rank
+failed; 75 (as a launcher's rank) another rank failed; 130 interrupted; 141 the reader of the output went away.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from lockstep.cli import comm_bench, compare, generate, launcher, report
+from lockstep.cli import comm_bench, compare, generate, inspect, launcher, make_checkpoint, report
 from lockstep.comm.errors import PeerLost, UsageError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
@@ -25,6 +25,8 @@ app.command("compare")(compare.command)
 app.command("report")(report.command)
 app.command("launch")(launcher.command)
 app.command("comm-bench")(comm_bench.command)
+app.command("inspect")(inspect.command)
+app.command("make-checkpoint")(make_checkpoint.command)
 
 
 def _version(value: bool) -> None:

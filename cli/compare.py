@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,10 @@ def command(
     recycle: options.Recycle = "post-norm",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    load_format: options.LoadFormat = "auto",
+    num_layers: options.NumLayers = None,
+    weights: options.Weights = "auto",
+    expert_kernel: options.ExpertKernel = "auto",
     timeout: options.Timeout = 60.0,
     out: options.Out = Path("lockstep-comparison"),
     resume: options.Resume = False,
@@ -48,35 +53,38 @@ def command(
     """Run the same prompts through several strategies: is the output right, where did it break, what did it cost?"""
     from lockstep.cli import launch
     from lockstep.cli.inputs import model_folder
+    from lockstep.engine import choices
     from lockstep.engine.compare import Plan
     from lockstep.engine.grid import grid
     from lockstep.engine.prompts import Tokenizer
     from lockstep.engine.store import Store
-    from lockstep.models.checkpoint import open_checkpoint
 
     if world.rank_of_launcher() is not None:
         raise UsageError("compare starts its own ranks: call it without torchrun or deepspeed")
     names = _listed("--strategies", strategies)
     ranks, drafts = _numbers("--tp", tp, 1, 1024), _numbers("--draft-tokens", draft_tokens, 0, MAX_DRAFT_TOKENS)
     cells, judge = grid(names, ranks, drafts, reference)
-    folder = model_folder(model)
-    checkpoint = open_checkpoint(folder)
-    tokenizer = Tokenizer.load(folder)
-    given = _prompts(checkpoint, tokenizer, prompts, num_prompts, chat=chat)
-    checkpoint.tensors()
-    chosen = launch.device(device, 1)
     job = Job(
-        model=str(folder),
-        prompts=tuple(p.ids for p in given),
+        model=str(model_folder(model)),
+        prompts=(),
         strategy=cells[0].strategy,
         max_new_tokens=max_new_tokens,
         dtype=dtype,
-        device=chosen,
         recycle=recycle,
         prefill_chunk=prefill_chunk,
         batch=batch,
         ignore_eos=ignore_eos,
+        load_format=load_format,
+        num_layers=num_layers,
+        weights=weights,
+        expert_kernel=expert_kernel,
     )
+    checkpoint = choices.checkpoint_of(job)
+    tokenizer = Tokenizer.load(checkpoint.folder)
+    given = _prompts(checkpoint, tokenizer, prompts, num_prompts, chat=chat)
+    checkpoint.tensors()  # a damaged file is found here, not in the first ranks
+    chosen = launch.device(device, 1)
+    job = replace(job, prompts=tuple(p.ids for p in given), device=chosen)
     plan = Plan(job, cells, judge, checkpoint.config, repeat, trace, timeout, _devices(chosen))
     outcomes = _run(plan, Store(out, resume=resume))
     raise typer.Exit(_report(model, plan, outcomes, given, tokenizer, out))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.cli import jsonfile, options
@@ -29,6 +30,10 @@ def command(
     recycle: options.Recycle = "post-norm",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    load_format: options.LoadFormat = "auto",
+    num_layers: options.NumLayers = None,
+    weights: options.Weights = "auto",
+    expert_kernel: options.ExpertKernel = "auto",
     tp: options.Tp = None,
     strategy: options.Strategy = "tp",
     exit: options.Exit = None,
@@ -48,9 +53,9 @@ def command(
     """Decode prompts speculatively with a model's MTP head, on P ranks, and show what it cost."""
     from lockstep.cli import launch
     from lockstep.cli.inputs import Reader, model_folder
+    from lockstep.engine import choices
     from lockstep.engine.prompts import Tokenizer
     from lockstep.engine.requests import Job
-    from lockstep.models.checkpoint import open_checkpoint
     from lockstep.models.config import check
 
     chosen = strategies.resolve(
@@ -61,28 +66,31 @@ def command(
     wiring = launch.wiring(comm, comm_algorithm, log=comm_log, check=check_ranks)
     if json_file is not None:
         jsonfile.check(json_file)
-    folder = model_folder(model)
-    checkpoint = open_checkpoint(folder)
-    config = checkpoint.config
-    check(config, num_ranks, chosen.placement, draft_tokens)
-    tokenizer = Tokenizer.load(folder)
-    reader = Reader(tokenizer, folder, config.vocab, config.max_position, chat=chat)
-    prompts = reader.read(prompt or [], prompt_file, prompt_ids or [])
-    checkpoint.tensors()  # a damaged file is found here, and not after torch is imported
     job = Job(
-        model=str(folder),
-        prompts=tuple(p.ids for p in prompts),
+        model=str(model_folder(model)),
+        prompts=(),
         max_new_tokens=max_new_tokens,
         draft_tokens=draft_tokens,
         strategy=chosen,
         tp=num_ranks,
         dtype=dtype,
-        device=launch.device(device, num_ranks),
         recycle=recycle,
         prefill_chunk=prefill_chunk,
         batch=batch,
         ignore_eos=ignore_eos,
+        load_format=load_format,
+        num_layers=num_layers,
+        weights=weights,
+        expert_kernel=expert_kernel,
     )
+    checkpoint = choices.checkpoint_of(job)
+    check(checkpoint.config, num_ranks, chosen.placement, draft_tokens)
+    tokenizer = Tokenizer.load(checkpoint.folder)
+    reader = Reader(tokenizer, checkpoint.folder, checkpoint.config.vocab, checkpoint.config.max_position, chat=chat)
+    prompts = reader.read(prompt or [], prompt_file, prompt_ids or [])
+    choices.refuse(job, checkpoint)  # a damaged file is found here, and not after torch is imported
+    job = replace(job, prompts=tuple(p.ids for p in prompts), device=launch.device(device, num_ranks))
+    choices.kernel_of(job, checkpoint.config)
     if not launch.is_root():
         launch.run(job, timeout_s=timeout, on_event=lambda rank, event: None, wiring=wiring)
         return

@@ -13,10 +13,13 @@ from lockstep.comm.launchers import LAUNCHERS
 from lockstep.comm.strategy import CHOICES, NAMED
 from lockstep.comm.wiring import ALGORITHMS, COMMS
 from lockstep.engine.requests import MAX_DRAFT_TOKENS
+from lockstep.models.kernels import KERNELS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 DEVICES = ("auto", "cpu", "cuda")
 RECYCLES = ("post-norm", "pre-norm")
+LOAD_FORMATS = ("auto", "dummy")
+WEIGHTS = ("auto", "keep", "dequantise")
 
 
 def _option(panel: str, flag: str, text: str, metavar: str | None = None, **more: Any) -> Any:
@@ -78,6 +81,18 @@ Recycle = Annotated[str, _choice(D, "--recycle", RECYCLES, "Which hidden state f
 Dtype = Annotated[str, _choice(D, "--dtype", DTYPES, "auto is the checkpoint's own")]
 Device = Annotated[str, _choice(D, "--device", DEVICES, "auto is cuda where there is one")]
 
+W = "Weights"
+LoadFormat = Annotated[
+    str, _choice(W, "--load-format", LOAD_FORMATS, "auto reads the checkpoint; dummy needs a config.json only")
+]
+NumLayers = Annotated[int | None, _number(W, "--num-layers", "N", 1, None, "Of a dummy model, only N decoder layers.")]
+Weights = Annotated[
+    str, _choice(W, "--weights", WEIGHTS, "FP8 weights in memory. auto keeps them on cuda, where memory is short")
+]
+ExpertKernel = Annotated[
+    str, _choice(W, "--expert-kernel", ("auto", *KERNELS), "How routed experts run. auto is the first that can")
+]
+
 R = "Ranks and strategy"
 Tp = Annotated[
     int | None, _number(R, "--tp", "P", 1, None, "Ranks that share the model. Default: the launcher's, or 1.")
@@ -132,6 +147,19 @@ JsonFile = Annotated[
     ),
 ]
 Traceback = Annotated[bool, _option(O, "--traceback", "On failure, show where in the code it was.")]
+
+InspectedDrafts = Annotated[
+    int | None,
+    _number(D, "--draft-tokens", "K", 0, MAX_DRAFT_TOKENS, "Drafts per round. Default: with every MTP block in use."),
+]
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="A config.json, or a folder that has one.")]
+NewFolder = Annotated[Path, _option(O, "--out", "The folder to make. It must not exist.", "DIR")]
+StoredDtype = Annotated[str | None, _choice(W, "--dtype", DTYPES[1:], "Default: config.json's")]
+Fp8 = Annotated[
+    bool | None, _option(W, "--fp8/--no-fp8", "In blocks of FP8 with scales. Default: as config.json says.")
+]
+Seed = Annotated[int, _number(W, "--seed", "S", 0, None, "Another model for each. --load-format dummy has 0.")]
+MaxShardSize = Annotated[str, _option(O, "--max-shard-size", "Start another file where one would be larger.", "SIZE")]
 
 C = "Comparison"
 Strategies = Annotated[

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lockstep.engine.choices import checkpoint_of
 from lockstep.engine.record import BASE, FLOAT64, SPLIT, Script
 from lockstep.engine.replay import Task, replay
 from lockstep.engine.requests import Job
-from lockstep.engine.run import checkpoint_of
 from lockstep.engine.verdict import DIVERGED, Batch, Judgement, first_differences
 from lockstep.engine.verdict import judge as judged
 from lockstep.models.checkpoint import Checkpoint

@@ -10,6 +10,7 @@ from pathlib import Path
 from lockstep.comm import strategy as strategies
 from lockstep.comm.errors import UsageError
 from lockstep.comm.strategy import Strategy
+from lockstep.engine.choices import kernel_of
 from lockstep.engine.requests import MAX_DRAFT_TOKENS, Job
 from lockstep.models.config import Config, check
 
@@ -76,6 +77,7 @@ def refusal(cell: Cell, config: Config, common: Job, num_devices: int | None) ->
     try:
         check(config, cell.tp, cell.strategy.placement, cell.draft_tokens)
         strategies.check_recycle(cell.strategy, common.recycle)
+        kernel_of(cell.job(common), config)
     except UsageError as error:
         return str(error)
     if num_devices is not None and cell.tp > num_devices:

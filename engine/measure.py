@@ -15,13 +15,13 @@ from lockstep.comm.decisions import Decisions
 from lockstep.comm.group import Group
 from lockstep.comm.timeline import COLLECTIVE, Timeline
 from lockstep.engine import trace
+from lockstep.engine.choices import checkpoint_of
 from lockstep.engine.memory import Memory
 from lockstep.engine.parts import by_collective, parts
 from lockstep.engine.requests import Committed, Job, Progress
 from lockstep.engine.run import (
     about_weights,
     acceptance,
-    checkpoint_of,
     decode,
     effective,
     load_for,

@@ -19,10 +19,11 @@ from lockstep.comm.decisions import Decisions
 from lockstep.comm.group import Group
 from lockstep.comm.layout import PARTIAL, REPLICATED, SHARDED, Activation
 from lockstep.engine.accept import gather_logits
+from lockstep.engine.choices import checkpoint_of
 from lockstep.engine.floor import split_sums
 from lockstep.engine.record import BASE, FLOAT64, SPLIT, TARGET, Array, Forward, Logits, Plain, Record, Script
 from lockstep.engine.requests import Job, Progress
-from lockstep.engine.run import checkpoint_of, load_for, sequences_of, settings_of
+from lockstep.engine.run import load_for, sequences_of, settings_of
 from lockstep.engine.speculate import Batch
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.model import MTP, Model

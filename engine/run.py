@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from lockstep.comm.group import Group
+from lockstep.engine.choices import checkpoint_of, dtype_of, keeps_fp8, kernel_of, num_mtp
 from lockstep.engine.requests import Committed, Job, Progress
 from lockstep.engine.sequence import Sequence
 from lockstep.engine.settings import Settings
 from lockstep.engine.speculate import Batch, Clock
-from lockstep.models import kernels
-from lockstep.models.checkpoint import Checkpoint, open_checkpoint, open_dummy
+from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config import check
-from lockstep.models.kernels import Work
 from lockstep.models.load import Loaded, load
 from lockstep.models.model import Model
 from lockstep.models.weights import Shard
@@ -46,12 +45,6 @@ def generate(group: Group, emit: Emit, job: Job) -> dict[str, Any]:
     }
 
 
-def checkpoint_of(job: Job) -> Checkpoint:
-    if job.load_format == "dummy":
-        return open_dummy(job.model, num_layers=job.num_layers)
-    return open_checkpoint(job.model)
-
-
 def decode(job: Job, model: Model, settings: Settings, sequences: list[Sequence], emit: Emit) -> list[Clock]:
     """Finish the sequences, batch after batch. `emit` is told of commits, and of requests as their batch ends."""
     clocks = []
@@ -65,7 +58,7 @@ def decode(job: Job, model: Model, settings: Settings, sequences: list[Sequence]
 
 def settings_of(job: Job, checkpoint: Checkpoint, group: Group) -> Settings:
     """Raises UsageError where the expert kernel that is asked for cannot run this model so."""
-    kernel = kernel_for(job, checkpoint, group)
+    kernel = kernel_of(job, checkpoint.config)
     return Settings(group, job.strategy, job.draft_tokens, job.recycle, job.prefill_chunk, kernel)
 
 
@@ -76,21 +69,11 @@ def load_for(job: Job, checkpoint: Checkpoint, group: Group, emit: Emit) -> Load
         job.strategy.placement,
         Shard(group.rank, group.size),
         draft_tokens=job.draft_tokens,
-        dtype=dtype_of(job, checkpoint),
+        dtype=getattr(torch, dtype_of(job, checkpoint.config)),
         device=group.device,
-        keep_fp8=keeps_fp8(job, group),
+        keep_fp8=keeps_fp8(job),
         progress=lambda done, total: emit(Progress("load", done, total)),
     )
-
-
-def dtype_of(job: Job, checkpoint: Checkpoint) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, checkpoint.config.dtype if job.dtype == "auto" else job.dtype)
-    return dtype
-
-
-def keeps_fp8(job: Job, group: Group) -> bool:
-    """By default where memory is short: on CUDA. A product then makes its weight dense, which a CPU is slow at."""
-    return job.weights == "keep" or (job.weights == "auto" and group.device.type == "cuda")
 
 
 def about_weights(job: Job, loaded: Loaded, group: Group) -> list[str]:
@@ -100,13 +83,6 @@ def about_weights(job: Job, loaded: Loaded, group: Group) -> list[str]:
     if job.weights == "keep" and loaded.weights != "keep":
         return ["weights keep has no effect: no weight on this rank is kept in FP8"]
     return []
-
-
-def kernel_for(job: Job, checkpoint: Checkpoint, group: Group) -> str:
-    """The expert kernel to use. Raises UsageError where the one that is asked for cannot run this model so."""
-    dtype, device = str(dtype_of(job, checkpoint)).removeprefix("torch."), group.device.type
-    placement, keep_fp8 = job.strategy.placement, keeps_fp8(job, group)
-    return kernels.choose(job.expert_kernel, Work(checkpoint.config, placement, job.tp, dtype, device, keep_fp8))
 
 
 def sequences_of(job: Job, checkpoint: Checkpoint) -> list[Sequence]:
@@ -121,10 +97,10 @@ def effective(job: Job, checkpoint: Checkpoint, settings: Settings) -> dict[str,
     """What really ran: every strategy field, and what the defaults became."""
     return job.strategy.as_dict() | {
         "tp": settings.group.size,
-        "dtype": str(dtype_of(job, checkpoint)).removeprefix("torch."),
+        "dtype": dtype_of(job, checkpoint.config),
         "device": settings.group.device.type,
         "draft_tokens": job.draft_tokens,
-        "mtp_layers": min(job.draft_tokens, len(checkpoint.config.mtp)),
+        "mtp_layers": num_mtp(job, checkpoint.config),
         "recycle": job.recycle,
         "prefill_chunk": job.prefill_chunk,
         "batch": job.batch,

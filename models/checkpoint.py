@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.comm.errors import UsageError
-from lockstep.models import dummy, families, scales, stacks
+from lockstep.models import dummy, edit, families, scales, stacks
 from lockstep.models.config import Config
 from lockstep.models.storage import Stored, read_header
-from lockstep.models.truncate import truncate
 
 # Where engines and training codes put the decoder: the rest of a key is the same everywhere.
 PREFIX = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?")
@@ -81,12 +80,23 @@ def open_checkpoint(folder: str | Path) -> Checkpoint:
     return _opened(folder, read_config(folder), None)
 
 
-def open_dummy(path: str | Path, *, num_layers: int | None = None, seed: int = 0) -> Checkpoint:
-    """A checkpoint of random weights, for a config.json or a folder that has one."""
+def open_dummy(
+    path: str | Path,
+    *,
+    num_layers: int | None = None,
+    dtype: str | None = None,
+    fp8: bool | None = None,
+    seed: int = 0,
+) -> Checkpoint:
+    """A checkpoint of random weights, for a config.json or a folder that has one. None leaves what is there."""
     path = Path(path)
     raw = read_config(path)
     if num_layers is not None:
-        raw = truncate(raw, num_layers)
+        raw = edit.truncate(raw, num_layers)
+    if dtype is not None:
+        raw = edit.with_dtype(raw, dtype)
+    if fp8 is not None:
+        raw = edit.with_fp8(raw, fp8)
     return _opened(path if path.is_dir() else path.parent, raw, seed)
 
 
@@ -94,7 +104,8 @@ def read_config(path: Path) -> dict[str, Any]:
     """The object in a config.json, given as its folder or itself. Raises UsageError."""
     file = path / "config.json" if path.is_dir() else path
     if not file.exists():
-        raise UsageError(f"{path} has no config.json; give the folder of a Hugging Face checkpoint")
+        problem = f"{path} has no config.json" if path.is_dir() else f"{path} does not exist"
+        raise UsageError(f"{problem}; give the folder of a Hugging Face checkpoint")
     return _json(file)
 
 

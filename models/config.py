@@ -166,7 +166,8 @@ class Config:
     `renamed` parts of our names that the checkpoint spells otherwise. Norms are `zero_centred` where a stored weight w
     stands for 1 + w.
     With `shares_draft_selection` the rows that recycle a draft step attend to the keys that draft step 0 selected.
-    `fp8_block` is how many rows and columns of an FP8 tensor share a scale.
+    `fp8_block` is how many rows and columns of an FP8 tensor share a scale. A family is released with `stacked` experts
+    where the file has one tensor for all of a layer (both forms are read).
     """
 
     family: str
@@ -183,6 +184,7 @@ class Config:
     ignored: tuple[str, ...] = ()
     shares_draft_selection: bool = False
     fp8_block: tuple[int, int] | None = None
+    stacked: bool = False
     renamed: tuple[tuple[str, str], ...] = ()
     zero_centred: bool = False
 

@@ -22,7 +22,7 @@ SCALE_BYTES = 4
 class Entry(NamedTuple):
     """A tensor, and this rank's part: `rows` of the first dimension (how many), `cols` of the last (which).
 
-    A `wide` one is kept in float32 or wider, a `scalable` one may stay FP8; `routed` ones belong to single experts.
+    A `wide` one is kept in float32 or wider, a `scalable` one may stay FP8. `mtp` is the first MTP block that needs it.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Entry(NamedTuple):
     cols: Range | None = None
     wide: bool = False
     scalable: bool = False
-    routed: bool = False
+    mtp: int | None = None
 
     @property
     def size(self) -> int:
@@ -54,12 +54,15 @@ class Entry(NamedTuple):
 def tensors(config: Config, placement: Placement, shard: Shard, num_mtp: int) -> Iterator[Entry]:
     """What the model needs with `num_mtp` of its MTP blocks, by key without prefix."""
     place = _Place(config.hidden, placement, shard)
+    for entry in _decoder(config, place):
+        yield entry._replace(name=config.checkpoint_name(entry.name))
     seen = set()
-    for entry in _parts(config, place, num_mtp):
-        name = config.checkpoint_name(entry.name)
-        if name not in seen:  # MTP blocks may share what lies outside their decoder layer
-            seen.add(name)
-            yield entry._replace(name=name)
+    for i, layer in enumerate(config.mtp[:num_mtp]):
+        for entry in _mtp_block(f"mtp.{i}", layer, place):
+            name = config.checkpoint_name(entry.name)
+            if name not in seen:  # blocks may share what lies outside their decoder layer
+                seen.add(name)
+                yield entry._replace(name=name, mtp=i)
 
 
 def whole(config: Config, num_mtp: int) -> Iterator[Entry]:
@@ -85,8 +88,7 @@ class _Place:
         return self.shard.of(count) if sliced else (0, count)
 
 
-def _parts(config: Config, place: _Place, num_mtp: int) -> Iterator[Entry]:
-    """By our own names."""
+def _decoder(config: Config, place: _Place) -> Iterator[Entry]:
     first, last = shard_range(config.vocab, place.shard.rank, place.shard.size)
     vocabulary = Entry("embed_tokens.weight", (config.vocab, config.hidden), last - first)
     yield vocabulary
@@ -95,11 +97,13 @@ def _parts(config: Config, place: _Place, num_mtp: int) -> Iterator[Entry]:
     yield from _norm("norm", config.hidden)
     if not config.tied:
         yield vocabulary._replace(name="lm_head.weight")
-    for i, layer in enumerate(config.mtp[:num_mtp]):
-        for name in ("enorm", "hnorm", "norm"):
-            yield from _norm(f"mtp.{i}.{name}", config.hidden)
-        yield from _linear(f"mtp.{i}.eh_proj", 2 * config.hidden, config.hidden)
-        yield from _block(f"mtp.{i}.block", layer, place)
+
+
+def _mtp_block(at: str, layer: Layer, place: _Place) -> Iterator[Entry]:
+    for name in ("enorm", "hnorm", "norm"):
+        yield from _norm(f"{at}.{name}", place.hidden)
+    yield from _linear(f"{at}.eh_proj", 2 * place.hidden, place.hidden)
+    yield from _block(f"{at}.block", layer, place)
 
 
 def _linear(
@@ -177,8 +181,7 @@ def _gqa(at: str, c: GQA, place: _Place) -> Iterator[Entry]:
 
 def _delta_net(at: str, c: DeltaNet, place: _Place) -> Iterator[Entry]:
     first, last = place.shard.of(c.value_heads)
-    per = c.value_heads // c.key_heads
-    values, keys = last - first, -(-last // per) - first // per
+    keys, values = delta_heads(c, place.shard)
     key, value = keys * c.key_dim, values * c.value_dim
     all_key, all_value = c.key_heads * c.key_dim, c.value_heads * c.value_dim
     if c.packed:
@@ -212,10 +215,33 @@ def _moe(at: str, c: MoE, place: _Place) -> Iterator[Entry]:
     here, part = place.part(experts, owned), place.part(c.inter, not owned)
     for expert in range(experts):
         columns = part if here[0] <= expert < here[1] else (0, 0)
-        for entry in _mlp(f"{at}.experts.{expert}", place.hidden, c.inter, columns):
-            yield entry._replace(routed=True)
+        yield from _mlp(f"{at}.experts.{expert}", place.hidden, c.inter, columns)
     if c.shared_inter:
         part = place.part(c.shared_inter, place.placement.shared == "sliced")
         yield from _mlp(f"{at}.shared_experts", place.hidden, c.shared_inter, part)
     if c.shared_gate:
         yield from _linear(f"{at}.shared_expert_gate", place.hidden, 1)
+
+
+def cache_bytes(config: Config, shard: Shard, num_mtp: int, item_bytes: int) -> tuple[int, int]:
+    """What a rank remembers of a sequence: bytes per token, and bytes that do not grow."""
+    per_token, fixed = 0, 0
+    for layer in (*config.layers, *config.mtp[:num_mtp]):
+        c = layer.mixer
+        if isinstance(c, MLA):
+            per_token += (c.kv_lora + c.rope + (c.indexer.dim if c.indexer else 0)) * item_bytes
+        elif isinstance(c, GQA):
+            first, last = shard.copy_of(c.kv_heads)
+            per_token += 2 * (last - first) * c.head_dim * item_bytes
+        else:
+            keys, values = delta_heads(c, shard)
+            state = values * c.key_dim * c.value_dim * max(item_bytes, WIDE_BYTES)
+            fixed += state + (c.taps - 1) * (2 * keys * c.key_dim + values * c.value_dim) * item_bytes
+    return per_token, fixed
+
+
+def delta_heads(c: DeltaNet, shard: Shard) -> tuple[int, int]:
+    """Key heads and value heads of a delta net on this rank; ranks with few value heads share a key head."""
+    first, last = shard.of(c.value_heads)
+    per = c.value_heads // c.key_heads
+    return -(-last // per) - first // per, last - first

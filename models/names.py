@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from lockstep.comm.errors import UsageError
 from lockstep.models import inventory
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.config import Config
+from lockstep.models.inventory import Entry
 from lockstep.models.scales import unreadable
 from lockstep.models.storage import Stored
 
@@ -23,9 +24,9 @@ class Findings:
     unusable: tuple[str, ...]
 
 
-def compare(config: Config, tensors: dict[str, Stored], num_mtp: int) -> Findings:
-    """`tensors` against what the model needs with `num_mtp` of its MTP blocks."""
-    needed = {entry.name: entry.shape for entry in inventory.whole(config, num_mtp)}
+def compare(config: Config, entries: Iterable[Entry], tensors: dict[str, Stored], num_mtp: int) -> Findings:
+    """`tensors` against those of the model's `entries` that it needs with `num_mtp` of its MTP blocks."""
+    needed = {entry.name: entry.shape for entry in entries if entry.mtp is None or entry.mtp < num_mtp}
     usable = needed | inventory.optional(config, num_mtp)
     rest = tensors.keys() - usable.keys()
     prefixes = config.ignored + mtp_prefixes(config, num_mtp, len(config.mtp))
@@ -45,7 +46,7 @@ def compare(config: Config, tensors: dict[str, Stored], num_mtp: int) -> Finding
 def check(checkpoint: Checkpoint, tensors: dict[str, Stored], num_mtp: int) -> None:
     """Raises UsageError naming tensors that are missing, unexpected, misshapen or unreadable."""
     config, folder = checkpoint.config, checkpoint.folder
-    found = compare(config, tensors, num_mtp)
+    found = compare(config, inventory.whole(config, num_mtp), tensors, num_mtp)
     if found.missing:
         drafting = all(key.startswith(mtp_prefixes(config, 0, num_mtp)) for key in found.missing)
         hint = "; without its MTP weights it runs with --draft-tokens 0" if drafting else ""

@@ -5,8 +5,6 @@ Each tensor decides for itself: one checkpoint may mix FP8 with other dtypes in 
 
 from __future__ import annotations
 
-import dataclasses
-
 from lockstep.models.storage import Stored
 
 FP8, SUFFIX = "F8_E4M3", "_scale_inv"
@@ -19,7 +17,7 @@ def join(tensors: dict[str, Stored]) -> dict[str, Stored]:
     out = dict(tensors)
     for name, stored in tensors.items():
         if stored.dtype == FP8 and name + SUFFIX in out:
-            out[name] = dataclasses.replace(stored, scale=out.pop(name + SUFFIX))
+            out[name] = stored._replace(scale=out.pop(name + SUFFIX))
     return out
 
 

@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores as one stack per layer, taken apart into the matrices that others store.
+"""Experts that a checkpoint stores as one stack per layer: taken apart into the matrices that others store, and back.
 
 Nothing here imports torch. E experts, gate rows over up rows: gate_up_proj [E, 2I, H], down_proj [E, H, I].
 """
@@ -6,8 +6,7 @@ Nothing here imports torch. E experts, gate rows over up rows: gate_up_proj [E, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 
 from lockstep.comm.errors import UsageError
 from lockstep.models.storage import ITEM_BYTES, Stored
@@ -42,8 +41,27 @@ def _matrices(name: str, stored: Stored, block: tuple[int, int]) -> Iterator[tup
                 # A block of the stack may have rows of both parts.
                 rows = slice(first // block[0], None if part == PARTS[kind][-1] else -(-last // block[0]))
                 scale = _rows(_rows(stored.scale, expert), rows)
-                matrix = replace(matrix, scale=scale, rows_before=first % block[0])
+                matrix = matrix._replace(scale=scale, rows_before=first % block[0])
             yield f"{prefix}.{expert}.{part}.weight", matrix
+
+
+def together(tensors: Iterable[Stored]) -> Iterator[tuple[str, tuple[int, ...], list[Stored]]]:
+    """Key, shape and parts of each tensor to write, with a stack in place of the matrices of a layer's experts.
+
+    `tensors` has each expert's gate before its up, and the experts in order.
+    """
+    kinds = {f"{part}.weight": kind for kind, parts in PARTS.items() for part in parts}
+    stacks: dict[str, list[Stored]] = {}
+    for stored in tensors:
+        before, found, rest = stored.key.partition(".experts.")
+        kind = kinds.get(rest.partition(".")[2])
+        stacks.setdefault(f"{before}.experts.{kind}" if found and kind else stored.key, []).append(stored)
+    for key, parts in stacks.items():
+        shape = parts[0].shape
+        if key != parts[0].key:
+            per_expert = len(PARTS[key.rpartition(".")[2]])
+            shape = (len(parts) // per_expert, per_expert * shape[0], shape[1])
+        yield key, shape, parts
 
 
 def _rows(stored: Stored, part: int | slice) -> Stored:
@@ -52,4 +70,4 @@ def _rows(stored: Stored, part: int | slice) -> Stored:
     first, last, _ = slice(part, part + 1).indices(length) if isinstance(part, int) else part.indices(length)
     offset = stored.offset + first * math.prod(rest) * ITEM_BYTES[stored.dtype]
     shape = tuple(rest) if isinstance(part, int) else (last - first, *rest)
-    return replace(stored, shape=shape, offset=offset)
+    return stored._replace(shape=shape, offset=offset)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,36 +17,63 @@ from lockstep.comm.errors import UsageError
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.noise import Noise
 from lockstep.models.read import CHUNK_ELEMENTS
+from lockstep.models.stacks import together
 from lockstep.models.storage import ITEM_BYTES, Stored, header
 
 COPIED = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-Progress = Callable[[int, int], None]
 
 
-def write(checkpoint: Checkpoint, out: Path, max_shard_bytes: int, progress: Progress) -> list[Path]:
+@dataclass(frozen=True)
+class Output:
+    """A tensor to write: the values of `parts`, one after the other."""
+
+    key: str
+    shape: tuple[int, ...]
+    parts: list[Stored]
+
+    @property
+    def dtype(self) -> str:
+        return self.parts[0].dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def write(
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    max_shard_bytes: int,
+    texts: Mapping[str, str] = MappingProxyType({}),
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Path]:
     """Write a dummy checkpoint to the folder `out`, tensor by tensor. `progress(done, total)` counts bytes.
 
-    The folder appears when it is complete. Raises UsageError where it exists, or does not fit the disk.
+    Beside it go the other files of its source, and `texts` by file name where the source has none. The folder appears
+    when it is complete. Raises UsageError where it exists, or does not fit the disk.
     """
-    tensors = list(_stored(checkpoint))
-    total = sum(num_bytes(stored) for stored in tensors)
-    check(out, total)
+    outputs = list(_outputs(checkpoint))
+    total = sum(output.num_bytes for output in outputs)
+    _check_room(out, total)
     partial = out.with_name(f".{out.name}.partial")
     partial.mkdir(parents=True)
     try:
-        files = _write_files(tensors, checkpoint, partial, max_shard_bytes, lambda done: progress(done, total))
+        names = _write_files(outputs, checkpoint, partial, max_shard_bytes, lambda done: progress(done, total))
         _write_json(partial / "config.json", checkpoint.raw)
         for name in COPIED:
             if (checkpoint.folder / name).is_file():
                 shutil.copyfile(checkpoint.folder / name, partial / name)
+        for name, text in texts.items():
+            if not (partial / name).exists():
+                (partial / name).write_text(text, encoding="utf-8")
         partial.rename(out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return [out / file for file in files]
+    return [out / name for name in names]
 
 
-def check(out: Path, num_bytes: int) -> None:
-    """Raises UsageError where `write` could not write there."""
+def _check_room(out: Path, num_bytes: int) -> None:
     if out.exists():
         raise UsageError(f"{out} exists already, and nothing is overwritten; give another --out")
     parent = next(folder for folder in out.absolute().parents if folder.exists())
@@ -56,47 +85,54 @@ def check(out: Path, num_bytes: int) -> None:
         )
 
 
-def num_bytes(stored: Stored) -> int:
-    return math.prod(stored.shape) * ITEM_BYTES[stored.dtype]
-
-
-def _stored(checkpoint: Checkpoint) -> Iterator[Stored]:
-    for stored in checkpoint.tensors().values():
-        yield stored
+def _outputs(checkpoint: Checkpoint) -> Iterator[Output]:
+    config, tensors = checkpoint.config, checkpoint.tensors().values()
+    if config.stacked and config.fp8_block is None:  # a block of a stack could have rows of two matrices
+        for key, shape, parts in together(tensors):
+            yield Output(key, shape, parts)
+        return
+    for stored in tensors:
+        yield Output(stored.key, stored.shape, [stored])
         if stored.scale is not None:
-            yield stored.scale
+            yield Output(stored.scale.key, stored.scale.shape, [stored.scale])
 
 
 def _write_files(
-    tensors: list[Stored], checkpoint: Checkpoint, folder: Path, max_shard_bytes: int, progress: Callable[[int], None]
+    outputs: list[Output], checkpoint: Checkpoint, folder: Path, max_shard_bytes: int, progress: Callable[[int], None]
 ) -> list[str]:
-    shards: list[list[Stored]] = [[]]
-    room = max_shard_bytes
-    for stored in tensors:
-        if shards[-1] and num_bytes(stored) > room:
-            shards.append([])
-            room = max_shard_bytes
-        shards[-1].append(stored)
-        room -= num_bytes(stored)
+    shards = _sharded(outputs, max_shard_bytes)
     count = len(shards)
     names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     names = names if count > 1 else ["model.safetensors"]
     noise, done = Noise(checkpoint.config), 0
     for name, shard in zip(names, shards, strict=True):
         with (folder / name).open("wb") as file:
-            file.write(header([(stored.key, stored.dtype, stored.shape) for stored in shard]))
-            for stored in shard:
+            file.write(header((output.key, output.dtype, output.shape) for output in shard))
+            for stored in (part for output in shard for part in output.parts):
                 size = math.prod(stored.shape)
                 for first in range(0, size, CHUNK_ELEMENTS):
-                    part = noise.rows(stored, first, (min(CHUNK_ELEMENTS, size - first),))
-                    file.write(part.contiguous().view(torch.uint8).numpy().data)
-                    done += part.nbytes
+                    values = noise.rows(stored, first, (min(CHUNK_ELEMENTS, size - first),))
+                    file.write(values.view(torch.uint8).numpy().data)
+                    done += values.nbytes
                     progress(done)
     if count > 1:
-        weight_map = {stored.key: name for name, shard in zip(names, shards, strict=True) for stored in shard}
+        weight_map = {output.key: name for name, shard in zip(names, shards, strict=True) for output in shard}
         index = {"metadata": {"total_size": done}, "weight_map": weight_map}
         _write_json(folder / "model.safetensors.index.json", index)
     return names
+
+
+def _sharded(outputs: list[Output], max_shard_bytes: int) -> list[list[Output]]:
+    """In order, as many to a file as fit; a larger one is alone."""
+    shards: list[list[Output]] = [[]]
+    room = max_shard_bytes
+    for output in outputs:
+        if shards[-1] and output.num_bytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(output)
+        room -= output.num_bytes
+    return shards
 
 
 def _write_json(file: Path, value: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from checkpoints import copy, read, set_config, write
 from torch import Tensor
 
 FP8_MAX = 448.0
-BODY = r"(proj|wq_b|wk)(\.weight)?$"  # what is released in FP8: neither router, norms, embeddings nor head
+BODY = r"(proj|in_proj_\w+|wq_b|wk)(\.weight)?$"  # what is released in FP8: neither router, norms, embeddings nor head
 MTP = r"layers\.3\.|^mtp\."
 
 

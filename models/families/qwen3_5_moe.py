@@ -5,6 +5,7 @@ Released files describe it in `text_config`, beside a vision model that is not r
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from lockstep.models.config import Config
@@ -18,4 +19,4 @@ def config(raw: dict[str, Any]) -> Config:
     # Its router always normalises; positions of text are the same in all sections of the rotary embedding.
     text["norm_topk_prob"] = True
     num_mtp = text.get("mtp_num_hidden_layers", 1)
-    return qwen3_next.translate(text, "qwen3_5_moe", num_mtp=num_mtp, packed=False)
+    return replace(qwen3_next.translate(text, "qwen3_5_moe", num_mtp=num_mtp, packed=False), stacked=True)

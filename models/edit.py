@@ -1,4 +1,4 @@
-"""A configuration with fewer layers, to measure a model's real shapes in less memory. No torch here."""
+"""A config.json changed before it is read: fewer layers, another dtype, FP8 or not. No torch here."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 from lockstep.comm.errors import UsageError
 
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 BY_LAYER = ("layer_types", "indexer_types", "index_topk_pattern")  # one entry per layer, the first ones stay
 
 
 def truncate(raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """config.json with the first `num_layers` decoder layers; MTP layers stay.
+    """The first `num_layers` decoder layers, to measure a model's real shapes in less memory; MTP layers stay.
 
     Dense layers come first in such models, and few: their share stays, at least one of each kind where there is room.
     """
@@ -35,3 +36,24 @@ def truncate(raw: dict[str, Any], num_layers: int) -> dict[str, Any]:
         text["mlp_only_layers"] = [i for i in text["mlp_only_layers"] if i < num_layers]
     text["num_hidden_layers"] = num_layers
     return raw
+
+
+def with_dtype(raw: dict[str, Any], dtype: str) -> dict[str, Any]:
+    raw = copy.deepcopy(raw)
+    for fields in _parts(raw):
+        fields.pop("torch_dtype", None)
+        fields["dtype"] = dtype
+    return raw
+
+
+def with_fp8(raw: dict[str, Any], fp8: bool) -> dict[str, Any]:
+    """With a quantization_config, its own where it has one, or without."""
+    raw = copy.deepcopy(raw)
+    found = [part.pop("quantization_config") for part in _parts(raw) if part.get("quantization_config")]
+    if fp8:
+        raw["quantization_config"] = found[0] if found else FP8
+    return raw
+
+
+def _parts(raw: dict[str, Any]) -> list[dict[str, Any]]:
+    return [raw, raw["text_config"]] if raw.get("text_config") else [raw]

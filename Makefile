@@ -3,7 +3,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 GENERATE := $(VENV)/bin/lockstep generate demo --tp 2
 
-.PHONY: demo test lint
+.PHONY: demo test test-multihost lint
 
 demo: $(READY) # built-in problems, without and with sequence parallelism, without and with drafts
 	$(GENERATE) --strategy sp-late --draft-tokens 3
@@ -12,6 +12,8 @@ demo: $(READY) # built-in problems, without and with sequence parallelism, witho
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest
+test-multihost: $(READY) # two hosts, as network namespaces; as root, with iproute2
+	LOCKSTEP_MULTIHOST=1 $(VENV)/bin/python -m pytest tests/test_multihost.py
 
 lint: $(READY) # and three rules on who may import what
 	$(VENV)/bin/ruff check .

@@ -27,8 +27,10 @@ def measure(group: Group, emit: Any, job: Job, pairs: int) -> dict[str, list[flo
     checkpoint = open_checkpoint(job.model)
     model, settings = load_for(job, checkpoint, group, emit).model, settings_of(job, checkpoint, group)
     speeds: dict[str, list[float]] = {way: [] for way in WAYS}
+    ways = list(WAYS)
     for turn in range(pairs + 1):  # the first one warms up
-        for way, (counted, timed) in WAYS.items():
+        for way in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
+            counted, timed = WAYS[way]
             group.ledger.enabled = counted
             group.time(Timeline(group.device) if timed else None)
             sequences = sequences_of(job, checkpoint)

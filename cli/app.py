@@ -16,13 +16,15 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from lockstep.cli import compare, generate, inspect, make_checkpoint, report
+from lockstep.cli import comm_bench, compare, generate, inspect, launcher, make_checkpoint, report
 from lockstep.comm.errors import PeerLost, UsageError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
 app.command("generate")(generate.command)
 app.command("compare")(compare.command)
 app.command("report")(report.command)
+app.command("launch")(launcher.command)
+app.command("comm-bench")(comm_bench.command)
 app.command("inspect")(inspect.command)
 app.command("make-checkpoint")(make_checkpoint.command)
 

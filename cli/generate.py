@@ -11,6 +11,7 @@ from lockstep.comm import strategy as strategies
 
 if TYPE_CHECKING:
     from lockstep.cli.inputs import Prompt
+    from lockstep.comm.wiring import Wiring
     from lockstep.engine.prompts import Decode
     from lockstep.engine.requests import Job
 
@@ -41,6 +42,10 @@ def command(
     dense: options.Dense = None,
     shared: options.Shared = None,
     head: options.Head = None,
+    comm: options.Comm = "torch",
+    comm_algorithm: options.CommAlgorithm = "auto",
+    comm_log: options.CommLog = False,
+    check_ranks: options.CheckRanks = False,
     timeout: options.Timeout = 60.0,
     json_file: options.JsonFile = None,
     traceback: options.Traceback = False,
@@ -58,6 +63,7 @@ def command(
     )
     strategies.check_recycle(chosen, recycle)
     num_ranks = launch.ranks(tp)
+    wiring = launch.wiring(comm, comm_algorithm, log=comm_log, check=check_ranks)
     if json_file is not None:
         jsonfile.check(json_file)
     job = Job(
@@ -86,16 +92,25 @@ def command(
     job = replace(job, prompts=tuple(p.ids for p in prompts), device=launch.device(device, num_ranks))
     choices.kernel_of(job, checkpoint.config)
     if not launch.is_root():
-        launch.run(job, timeout_s=timeout, on_event=lambda rank, event: None)
+        launch.run(job, timeout_s=timeout, on_event=lambda rank, event: None, wiring=wiring)
         return
     decode = tokenizer.decode if tokenizer else None
-    result = _run_and_show(job, prompts, decode, timeout, to_stdout=json_file != "-")
+    finished = jsonfile.Finished(json_file, job.prompts, decode)
+    result = _run_and_show(job, prompts, decode, timeout, wiring, finished, to_stdout=json_file != "-")
     if json_file is not None:
         jsonfile.write(_document(model, result, decode), json_file)
+    finished.remove()
 
 
 def _run_and_show(
-    job: Job, prompts: Sequence[Prompt], decode: Decode | None, timeout: float, *, to_stdout: bool
+    job: Job,
+    prompts: Sequence[Prompt],
+    decode: Decode | None,
+    timeout: float,
+    wiring: Wiring,
+    finished: jsonfile.Finished,
+    *,
+    to_stdout: bool,
 ) -> dict[str, Any]:
     """Run the job; texts go to standard output as they come, the rest to standard error."""
     from rich.console import Console
@@ -106,8 +121,13 @@ def _run_and_show(
     err = Console(stderr=True, highlight=False)
     out = Console(highlight=False) if to_stdout else err
     display = Display(out, Loading(err), prompts, decode)
+
+    def on_event(rank: int, event: object) -> None:
+        finished.on_event(event)
+        display.on_event(rank, event)
+
     try:
-        result = launch.run(job, timeout_s=timeout, on_event=display.on_event)
+        result = launch.run(job, timeout_s=timeout, on_event=on_event, wiring=wiring)
         display.finish()
     finally:
         display.close()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.comm import world
 from lockstep.comm.errors import PeerLost, UsageError
+from lockstep.comm.wiring import Wiring
 
 if TYPE_CHECKING:
     from lockstep.comm.group import Group
@@ -30,6 +31,11 @@ def ranks(tp: int | None) -> int:
             f"(torchrun --nproc-per-node {tp}, deepspeed --num_gpus {tp}), or leave --tp out"
         )
     return started
+
+
+def alone() -> bool:
+    """Whether no launcher has started this process as a rank."""
+    return world.rank_of_launcher() is None
 
 
 def is_root() -> bool:
@@ -54,25 +60,46 @@ def device(asked: str, tp: int) -> str:
     return asked
 
 
-def run(job: Job, *, timeout_s: float, on_event: OnEvent) -> Result:
-    """What `engine.run.generate` returns for `job` on rank 0; nothing on a launcher's other ranks.
+def wiring(comm: str, algorithm: str, *, log: bool, check: bool) -> Wiring:
+    """How ranks talk. Raises UsageError where what was asked for would do nothing."""
+    if log and not comm.startswith("deepspeed"):
+        raise UsageError(f"--comm-log is DeepSpeed's, and --comm is {comm}; use --comm deepspeed, or leave it out")
+    if algorithm != "auto" and comm not in ("torch", "deepspeed"):
+        raise UsageError(f"--comm-algorithm {algorithm} is for gloo, and --comm is {comm}; leave it out")
+    return Wiring(comm, algorithm, check, log)
+
+
+def run(job: Job, *, timeout_s: float, on_event: OnEvent, wiring: Wiring = Wiring()) -> Result:  # noqa: B008 (frozen)
+    """What `engine.run.generate` returns for `job` on rank 0; nothing on a launcher's other ranks."""
+    from lockstep.engine.run import generate
+
+    result: Result | None = start(generate, (job,), job.tp, job.device, timeout_s, on_event, wiring)
+    return result or {}
+
+
+def start(
+    target: world.Target,
+    args: tuple[Any, ...],
+    tp: int,
+    device: str,
+    timeout_s: float,
+    on_event: OnEvent,
+    wiring: Wiring = Wiring(),  # noqa: B008 (frozen)
+) -> Any:
+    """What `target(group, emit, *args)` returns on rank 0; None on a launcher's other ranks.
 
     Raises UsageError for bad input that only a rank can find, RankFailed for the rank that failed first, and on a
     launcher's rank PeerLost where another one failed.
     """
-    from lockstep.engine.run import generate
-
     launcher = world.rank_of_launcher()
-    result: Result | None
-    if launcher is None and job.tp > 1:
-        result = world.run(generate, job.tp, args=(job,), on_event=on_event, timeout_s=timeout_s, device=job.device)
-        return result or {}
+    common: dict[str, Any] = {"args": args, "on_event": on_event, "timeout_s": timeout_s, "device": device}
+    if launcher is None and tp > 1:
+        return world.run(target, tp, wiring=wiring, **common)
     try:
         if launcher is None:
-            return generate(_alone(job.device), lambda event: on_event(0, event), job)
-        result = world.run_as_rank(generate, args=(job,), on_event=on_event, timeout_s=timeout_s, device=job.device)
-        return result or {}
-    except (UsageError, PeerLost, BrokenPipeError):
+            return target(_alone(device), lambda event: on_event(0, event), *args)
+        return world.run_as_rank(target, wiring=wiring, **common)
+    except (UsageError, PeerLost, BrokenPipeError, world.RankFailed):
         raise
     except Exception as error:
         rank = launcher[0] if launcher else 0

@@ -9,7 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from lockstep.comm.errors import UsageError
+from lockstep.comm.launchers import LAUNCHERS
 from lockstep.comm.strategy import CHOICES, NAMED
+from lockstep.comm.wiring import ALGORITHMS, COMMS
 from lockstep.engine.requests import MAX_DRAFT_TOKENS
 from lockstep.models.kernels import KERNELS
 
@@ -35,10 +37,10 @@ def _number(panel: str, flag: str, metavar: str, low: int, high: int | None, tex
 
 
 def _choice(panel: str, flag: str, choices: Sequence[str], text: str) -> Any:
-    return _option(panel, flag, f"{text}: {_listed(choices)}.", "NAME", callback=_one_of(flag, choices))
+    return _option(panel, flag, f"{text}: {_listed(choices)}.", "NAME", callback=one_of(flag, choices))
 
 
-def _one_of(flag: str, choices: Sequence[str]) -> Callable[[str | None], str | None]:
+def one_of(flag: str, choices: Sequence[str]) -> Callable[[str | None], str | None]:
     def check(value: str | None) -> str | None:
         if value is not None and value not in choices:
             raise UsageError(f"{flag} {value!r} is not known; use {_listed(choices)}")
@@ -106,7 +108,36 @@ Shared = Annotated[str | None, _choice(R, "--shared", CHOICES["shared"], "Weight
 Head = Annotated[
     str | None, _choice(R, "--head", CHOICES["head"], "What travels of the logits, all or each shard's best")
 ]
+Comm = Annotated[str, _choice(R, "--comm", COMMS, "The library that moves bytes between ranks")]
+CommAlgorithm = Annotated[
+    str, _choice(R, "--comm-algorithm", ALGORITHMS, "What gloo does behind a conversion, auto by size")
+]
+CommLog = Annotated[bool, _option(R, "--comm-log", "With --comm deepspeed: its own log of collectives, at the end.")]
+CheckRanks = Annotated[
+    bool, _option(R, "--check-ranks", "Before each collective, compare what all ranks are about to do. Slow.")
+]
 Timeout = Annotated[float, _number(R, "--timeout", "S", 1, None, "Seconds that a rank waits for the others.")]
+
+B = "Measuring"
+Collectives = Annotated[str, _option(B, "--collectives", "Which, separated by commas.", "NAME,...")]
+Sizes = Annotated[str, _option(B, "--sizes", "Bytes of the whole value, separated by commas.", "N,...")]
+Dtypes = Annotated[str, _option(B, "--dtypes", "Types, separated by commas.", "NAME,...")]
+Calls = Annotated[int, _number(B, "--calls", "N", 1, None, "Calls that are timed, of each case.")]
+
+L = "Where the ranks run"
+CommandLine = Annotated[
+    list[str], typer.Argument(metavar="-- COMMAND ...", help="The command to run on every rank, with its --tp.")
+]
+Launcher = Annotated[str, _choice(L, "--launcher", LAUNCHERS, "What starts the ranks")]
+Hostfile = Annotated[Path | None, _option(L, "--hostfile", "The hosts: lines `NAME slots=N`.", "FILE")]
+NumNodes = Annotated[int | None, _number(L, "--nnodes", "N", 1, None, "Hosts, with --tp / N ranks on each.")]
+NodeRank = Annotated[int | None, _number(L, "--node-rank", "I", 0, None, "Which of the hosts this one is.")]
+MasterAddr = Annotated[str | None, _option(L, "--master-addr", "The first host's address, where ranks meet.", "HOST")]
+MasterPort = Annotated[
+    int | None,
+    _number(L, "--master-port", "PORT", 1, 65535, "The port there. Default: a free one; of several hosts, 29500."),
+]
+DryRun = Annotated[bool, _option(L, "--dry-run", "Print the command line and stop.")]
 
 O = "Output"  # noqa: E741
 JsonFile = Annotated[

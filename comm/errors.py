@@ -11,3 +11,7 @@ class LayoutError(RuntimeError):
 
 class PeerLost(RuntimeError):
     """A collective failed because another rank died, hung or fell behind; this rank is not the culprit."""
+
+
+class Disagreement(RuntimeError):
+    """The ranks were about to do different things in one collective (--check-ranks)."""

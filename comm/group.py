@@ -6,6 +6,7 @@ T tokens, P ranks, c = ceil(T / P), W features.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -14,15 +15,18 @@ from lockstep.comm.decisions import Decisions
 from lockstep.comm.errors import LayoutError
 from lockstep.comm.layout import PARTIAL, REPLICATED, SHARDED, Activation, Layout
 from lockstep.comm.ledger import Ledger
+from lockstep.comm.pulse import Pulse
 from lockstep.comm.shard import shard_range
 from lockstep.comm.timeline import Timeline
-from lockstep.comm.transport import TorchTransport
+from lockstep.comm.transport import Transport
+from lockstep.comm.wire import open_wire
+from lockstep.comm.wiring import Wiring
 
 
 class Group:
     """One rank's view of the ranks that share a model. With `transport` None it is the only rank."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, transport: TorchTransport | None) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, transport: Transport | None) -> None:
         self.rank, self.size, self.device, self.transport = rank, size, device, transport
         self.ledger = Ledger()
         self.timeline: Timeline | None = None
@@ -156,21 +160,39 @@ class Group:
         if self.transport is not None:
             self.transport.barrier(at)
 
+    def mark(self, stage: str, round: int | None = None, tokens: Iterable[int] = ()) -> None:
+        """This rank begins `stage` (of `round`, where that is new) on `tokens`: for its heartbeat and --check-ranks."""
+        if self.transport is not None:
+            self.transport.mark(stage, round, tokens)
+
     def _note(self, at: str, collective: str, values: Tensor, sent: int) -> None:
         size = values.element_size()
         self.ledger.record(at, collective, rows=values.numel(), row_bytes=size, wire_bytes=sent * size)
 
 
 def connect(
-    rank: int, size: int, device: str | torch.device = "cpu", timeout_s: float = 60.0, init_method: str | None = None
+    rank: int,
+    size: int,
+    device: str | torch.device = "cpu",
+    timeout_s: float = 60.0,
+    init_method: str | None = None,
+    wiring: Wiring = Wiring(),  # noqa: B008 (frozen)
+    pulse: Pulse | None = None,
 ) -> Group:
-    """Join the group as `rank` of `size`. Blocks until all have joined; `init_method` None reads the environment."""
+    """Join the group as `rank` of `size`. Blocks until all have joined; `init_method` None reads the environment.
+
+    `pulse` is where this rank's heartbeat is read by others; without it nobody does.
+    """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", rank % max(torch.cuda.device_count(), 1))
     if size == 1:
         return Group.local(device)
-    return Group(rank, size, device, TorchTransport(rank, size, device, timeout_s, init_method))
+    pulse = pulse or Pulse.new()
+    pulse.mark("start", 0)
+    wire = open_wire(wiring, rank, size, device, timeout_s, init_method)
+    wire.barrier()  # or a rank that is soon done leaves while another one still connects to it
+    return Group(rank, size, device, Transport(rank, size, device, wire, pulse, timeout_s, wiring.check_ranks))
 
 
 def _row_bytes(data: Tensor) -> int:

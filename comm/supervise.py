@@ -23,14 +23,17 @@ LENGTH = struct.Struct("!Q")
 
 
 class RankFailed(RuntimeError):
-    """The rank that failed first. `traceback_text` is its own, or a waiting peer's if it was silent, or empty."""
+    """The rank that failed first, and `where` it was seen last.
 
-    def __init__(self, rank: int, message: str, traceback_text: str = "") -> None:
-        super().__init__(rank, message, traceback_text)
-        self.rank, self.message, self.traceback_text = rank, message, traceback_text
+    `traceback_text` is its own, or a waiting peer's if it was silent, or empty.
+    """
+
+    def __init__(self, rank: int, message: str, traceback_text: str = "", where: str = "") -> None:
+        super().__init__(rank, message, traceback_text, where)
+        self.rank, self.message, self.traceback_text, self.where = rank, message, traceback_text, where
 
     def __str__(self) -> str:
-        return f"rank {self.rank}: {self.message}"
+        return f"rank {self.rank}: {self.message}" + (f"; last seen {self.where}" if self.where else "")
 
 
 @dataclass(frozen=True)
@@ -154,9 +157,13 @@ class Rank:
         self._process.close()
 
     def is_stopped(self) -> bool:
-        with contextlib.suppress(OSError), open(f"/proc/{self.pid}/stat", encoding="ascii", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()[0] in "Tt"
-        return False
+        return is_stopped(self.pid)
+
+
+def is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+        return stat.read().rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
 def _post_mortem(exit_code: int | None) -> tuple[int, str]:
@@ -198,9 +205,12 @@ def _deadline(ranks: Sequence[Rank], timeout_s: float, grace_s: float) -> float 
     """Until when the silent ranks may stay so.
 
     A rank that lost a peer knows only that: the death it saw is reported within moments, and peers that hang in the
-    same collective time out about when it did. And ranks that work in lockstep finish in lockstep.
+    same collective time out about when it did; a stopped rank will say nothing. And ranks that work in lockstep finish
+    in lockstep.
     """
     losses = [rank.heard for rank in ranks if isinstance(rank.outcome, Failure)]
+    if losses and all(rank.outcome or rank.is_stopped() for rank in ranks):
+        return min(losses)
     if losses:
         return min(losses) + grace_s
     if any(rank.outcome for rank in ranks):

@@ -13,11 +13,13 @@ import pickle
 import signal
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
 
 from lockstep.comm.errors import PeerLost, UsageError
+from lockstep.comm.pulse import Pulse
 from lockstep.comm.supervise import (
     PEER_LOST,
     Event,
@@ -30,15 +32,23 @@ from lockstep.comm.supervise import (
     interrupt_deferred,
     supervise,
 )
+from lockstep.comm.wiring import Wiring
 
 if TYPE_CHECKING:
     from lockstep.comm.group import Group
+    from lockstep.comm.peers import Peers
 
 __all__ = ["PEER_LOST", "RankFailed", "enter_rank", "rank_of_launcher", "rendezvous", "run", "run_as_rank"]
 
 Target = Callable[..., Any]  # target(group, emit, *args)
 OnEvent = Callable[[int, Any], None]
 PR_SET_PDEATHSIG = 1
+# Who says which rank this is: torchrun and deepspeed; the mpiexec of Intel MPI and MPICH; that of Open MPI.
+LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("PMI_RANK", "PMI_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+)
 
 
 def run(
@@ -51,6 +61,7 @@ def run(
     grace_s: float = 5.0,
     device: str = "cpu",
     start: Literal["fork", "spawn"] | None = None,
+    wiring: Wiring = Wiring(),  # noqa: B008 (frozen)
 ) -> Any:
     """Call `target(group, emit, *args)` on `size` ranks of this machine; return rank 0's value when all have returned.
 
@@ -63,6 +74,8 @@ def run(
     """
     if size < 1:
         raise UsageError(f"{size} ranks were asked for; at least 1 is needed")
+    if wiring.comm == "mpi" and size > 1:
+        raise UsageError("--comm mpi needs ranks that an mpiexec has started: lockstep launch --launcher mpi -- ...")
     threads = _threads()
     start = start or ("spawn" if device.startswith("cuda") else "fork")
     work: Any = (target, tuple(args))
@@ -74,27 +87,34 @@ def run(
         work = pickle.dumps(work)
     ranks: list[Rank] = []
     finished = False
-    with rendezvous() as init_method:
+    with rendezvous() as init_method, _pulses(size) as pulses:
         try:
             for number in range(size):
-                shared = (size, os.getpid(), init_method, device, timeout_s, threads, work)
+                shared = (size, os.getpid(), init_method, pulses[number].fd, device, timeout_s, wiring, threads, work)
                 with interrupt_deferred():
                     ranks.append(_start(start, number, shared))
             value = supervise(ranks, on_event, timeout_s, grace_s)
             finished = True
             return value
+        except RankFailed as error:
+            error.where = str(pulses[error.rank].read())
+            raise
         finally:
             end(ranks, grace_s, terminate=not finished)
 
 
 def rank_of_launcher() -> tuple[int, int] | None:
     """(rank, size) if torchrun, deepspeed or the like has started this process as one rank of several, else None."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return None
-    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        raise UsageError(f"RANK={rank} WORLD_SIZE={size} in the environment is no rank; unset both, or use a launcher")
-    return int(rank), int(size)
+    for ours, all_of_us in LAUNCHERS:
+        if ours not in os.environ or all_of_us not in os.environ:
+            continue
+        rank, size = os.environ[ours], os.environ[all_of_us]
+        if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+            raise UsageError(
+                f"{ours}={rank} {all_of_us}={size} in the environment is no rank; unset both, or use a launcher"
+            )
+        return int(rank), int(size)
+    return None
 
 
 def run_as_rank(
@@ -104,6 +124,7 @@ def run_as_rank(
     on_event: OnEvent | None = None,
     timeout_s: float = 60.0,
     device: str = "cpu",
+    wiring: Wiring = Wiring(),  # noqa: B008 (frozen)
 ) -> Any:
     """The same call where a launcher has already made this process a rank; it supervises, and we raise what we see.
 
@@ -114,15 +135,54 @@ def run_as_rank(
     if launched is None:
         raise UsageError("this process is not a rank: RANK and WORLD_SIZE are not set")
     rank, size = launched
-    group = _join(rank, size, device, timeout_s, None, _threads())
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a launcher that is killed leaves us behind
+    pulse = Pulse.new()
+    group = _join(rank, size, device, timeout_s, None, _threads(), wiring, pulse)
+    peers = _meet(group)
 
     def emit(event: Any) -> None:
         if on_event:
             on_event(rank, event)
 
-    value = target(group, emit, *args)
+    try:
+        value = target(group, emit, *args)
+        group.mark("end")
+    except PeerLost as error:
+        raise PeerLost(peers.account(str(error)) if peers else str(error)) from error
+    except (UsageError, BrokenPipeError):
+        raise
+    except Exception as error:
+        text = traceback.format_exc()
+        raise RankFailed(rank, f"{type(error).__name__}: {error}", text, str(pulse.read())) from error
+    finally:
+        if peers:
+            peers.close()
+        pulse.close()
     group.close()
     return value if rank == 0 else None
+
+
+def _meet(group: Group) -> Peers | None:
+    """Know the other ranks of a launcher by name and place."""
+    if group.transport is None:
+        return None
+    from lockstep.comm.peers import Peers
+
+    peers = Peers(group.transport)
+    peers.answer_sigterm()
+    return peers
+
+
+@contextlib.contextmanager
+def _pulses(size: int) -> Iterator[list[Pulse]]:
+    """The ranks' heartbeats, on pages that this process holds."""
+    pulses = [Pulse.new() for _ in range(size)]
+    try:
+        yield pulses
+    finally:
+        for pulse in pulses:
+            pulse.close()
 
 
 @contextlib.contextmanager
@@ -167,8 +227,10 @@ def _rank_main(
     size: int,
     parent: int,
     init_method: str,
+    pulse: int | None,
     device: str,
     timeout_s: float,
+    wiring: Wiring,
     threads: int,
     work: Any,
 ) -> None:
@@ -180,8 +242,10 @@ def _rank_main(
             os.environ.setdefault(
                 "GLOO_SOCKET_IFNAME", "lo"
             )  # all ranks are here, whatever the host's name resolves to
-        group = _join(rank, size, device, timeout_s, init_method, threads)
+        heart = Pulse.new() if pulse is None else Pulse.of(parent, pulse)
+        group = _join(rank, size, device, timeout_s, init_method, threads, wiring, heart)
         value = target(group, lambda event: sender.send(Event(event)), *args)
+        group.mark("end")
         group.close()  # waits for nobody
         sender.send(Result(value if rank == 0 else None))
     except BaseException as error:  # also SystemExit: a rank that leaves early is a failure, whatever its code
@@ -193,7 +257,16 @@ def _rank_main(
         os._exit(failure.exit_code)  # leave without closing the group: its peers may be gone
 
 
-def _join(rank: int, size: int, device: str, timeout_s: float, init_method: str | None, threads: int) -> Group:
+def _join(
+    rank: int,
+    size: int,
+    device: str,
+    timeout_s: float,
+    init_method: str | None,
+    threads: int,
+    wiring: Wiring,
+    pulse: Pulse,
+) -> Group:
     import torch
 
     from lockstep.comm.group import connect
@@ -201,7 +274,7 @@ def _join(rank: int, size: int, device: str, timeout_s: float, init_method: str 
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     torch.set_num_threads(threads)
     try:
-        return connect(rank, size, device, timeout_s, init_method)
+        return connect(rank, size, device, timeout_s, init_method, wiring, pulse)
     except RuntimeError as error:
         raise PeerLost(f"rank {rank} of {size} could not join the group: {error}") from error
 

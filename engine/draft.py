@@ -131,6 +131,7 @@ class Drafter:
     ) -> tuple[Exit, Selection | None]:
         """Block j over rows that attend to `selection`, or select for themselves; and what they attended to."""
         cache, device = self.caches[j], self.settings.group.device
+        self.settings.group.mark("draft", tokens=tokens)
         rows = cache.rows(counts, device, shift)
         rows.selection = selection
         ids = torch.tensor(tokens, dtype=torch.long).to(device)

@@ -29,6 +29,7 @@ def generate(group: Group, emit: Emit, job: Job) -> dict[str, Any]:
     check(checkpoint.config, job.tp, job.strategy.placement, job.draft_tokens)
     settings = settings_of(job, checkpoint, group)
     tell = emit if group.rank == 0 else _silent
+    group.mark("load")
     began = time.perf_counter()
     loaded = load_for(job, checkpoint, group, tell)
     load_s = time.perf_counter() - began

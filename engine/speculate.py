@@ -66,7 +66,7 @@ class Batch:
         longest = max(len(s.prompt) for s in self.sequences)
         for start in range(0, longest, chunk):
             parts = [list(s.prompt[start : start + chunk]) for s in self.sequences]
-            out = self._forward(parts)
+            out = self._forward(parts, "prefill")
             self._feed(out, parts, [len(part) for part in parts])
             if self.drafter:
                 self.drafter.fill(self.sequences)
@@ -80,9 +80,10 @@ class Batch:
     def round(self) -> list[int]:
         """Draft, verify, commit, and keep in the caches exactly what is committed. Tokens committed per sequence."""
         sequences = self.sequences
+        self.settings.group.mark("draft", len(self.clock.rounds) + 1)
         drafts = self.drafter.propose(sequences) if self.drafter else [[] for _ in sequences]
         parts = [[s.tokens[-1], *d] for s, d in zip(sequences, drafts, strict=True)]
-        out = self._forward(parts)
+        out = self._forward(parts, "verify")
         group, how = self.settings.group, self.settings.strategy.head
         choice = greedy(self.model.lm_head, out.rows("head"), group, how, "head")
         committed = verify(choice, sequences, drafts, group)
@@ -92,10 +93,11 @@ class Batch:
         return committed
 
     @spanned("target")
-    def _forward(self, parts: list[list[int]]) -> Exit:
-        device = self.settings.group.device
-        rows = self.cache.rows([len(part) for part in parts], device)
-        tokens = torch.tensor([t for part in parts for t in part], dtype=torch.long).to(device)
+    def _forward(self, parts: list[list[int]], stage: str) -> Exit:
+        group, ids = self.settings.group, [t for part in parts for t in part]
+        group.mark(stage, tokens=ids)
+        rows = self.cache.rows([len(part) for part in parts], group.device)
+        tokens = torch.tensor(ids, dtype=torch.long).to(group.device)
         return self.model(tokens, self.settings.step(rows), self.cache)  # type: ignore[no-any-return]
 
     def _feed(self, out: Exit, parts: list[list[int]], kept: list[int]) -> None:

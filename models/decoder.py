@@ -57,7 +57,8 @@ class Block(nn.Module):
     @property
     def mixer(self) -> Mixer:
         """Under the name that it has in a checkpoint."""
-        return self.get_submodule(self.mixer_name)  # type: ignore[return-value]
+        found: Mixer = getattr(self, self.mixer_name)
+        return found
 
     def new_cache(self, batch: int, slots: int) -> MixerCache:
         return self.mixer.new_cache(batch, slots)

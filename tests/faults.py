@@ -18,6 +18,7 @@ from lockstep.engine import draft, speculate
 from lockstep.engine.sequence import Sequence
 from lockstep.models import decoder, delta_net, delta_rule, mla, model, moe
 from lockstep.models.cache import Cache
+from lockstep.models.rows import Selection
 
 Patch = Callable[[Any, str, Any], None]
 Fault = Callable[[Patch, Group], None]
@@ -265,6 +266,23 @@ def b10_lengths_not_advanced_per_sequence(patch: Patch, group: Group) -> None:
     """All sequences but the first keep one row too few."""
     keep = Cache.keep
     patch(Cache, "keep", lambda self, lengths: keep(self, [max(0, n - (b > 0)) for b, n in enumerate(lengths)]))
+
+
+def b13_selection_not_carried(patch: Patch, group: Group) -> None:
+    recycled_row = draft.Drafter._recycled_row
+    patch(draft.Drafter, "_recycled_row", lambda self, *values: recycled_row(self, *values[:-1], None))
+
+
+def b14_selection_of_another_row(patch: Patch, group: Group) -> None:
+    """Draft step 0 hands on what the first of a sequence's new rows selected, not the last accepted one."""
+    new_rows = draft.Drafter._new_rows
+
+    def first(self: Any, j: int, known: Any, counts: Any, hidden: Any) -> Any:
+        out, selection = new_rows(self, j, known, counts, hidden)
+        rows = [sum(counts[:b]) for b, count in enumerate(counts) for _ in range(count)]
+        return out, Selection(selection.slots[rows])
+
+    patch(draft.Drafter, "_new_rows", first)
 
 
 def b14_last_row_instead_of_last_accepted(patch: Patch, group: Group) -> None:

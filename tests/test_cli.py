@@ -132,6 +132,10 @@ def test_options_are_frozen() -> None:
             ["--dense"],
             ["--shared"],
             ["--head"],
+            ["--comm"],
+            ["--comm-algorithm"],
+            ["--comm-log"],
+            ["--check-ranks"],
             ["--timeout"],
             ["--json"],
             ["--traceback"],
@@ -184,6 +188,29 @@ def test_options_are_frozen() -> None:
             ["--fp8"],
             ["--seed"],
             ["--max-shard-size"],
+            ["--traceback"],
+        ],
+        "launch": [
+            ["arguments"],
+            ["--launcher"],
+            ["--hostfile"],
+            ["--nnodes"],
+            ["--node-rank"],
+            ["--master-addr"],
+            ["--master-port"],
+            ["--dry-run"],
+        ],
+        "comm-bench": [
+            ["--tp"],
+            ["--collectives"],
+            ["--sizes"],
+            ["--dtypes"],
+            ["--calls"],
+            ["--comm"],
+            ["--comm-algorithm"],
+            ["--device"],
+            ["--timeout"],
+            ["--json"],
             ["--traceback"],
         ],
     }
@@ -471,12 +498,13 @@ def test_a_rank_that_fails_is_one_line_and_no_result(
     file.write_text("old")
     arguments = ["generate", str(model), *RUN, "--tp", str(tp), "--json", str(file)]
     assert app.main(arguments) == 3
-    message = f"lockstep: rank {tp - 1}: ValueError: first line second line"
-    assert capsys.readouterr().err == f"{message} (run again with --traceback to see where)\n"
+    where = "; last seen on * in start, before its first collective" if tp > 1 else ""
+    message = f"lockstep: rank {tp - 1}: ValueError: first line second line{where}"
+    assert matches(capsys.readouterr().err, f"{message} (run again with --traceback to see where)\n")
     assert app.main([*arguments, "--traceback"]) == 3
     err = capsys.readouterr().err
     assert err.startswith("Traceback")
-    assert err.endswith(f"{message}\n")
+    assert matches(err, f"*{message}\n")
     assert 'raise ValueError("first line\\nsecond line")' in err
     assert [f.read_text() for f in tmp_path.iterdir()] == ["old"]
 
@@ -642,6 +670,7 @@ def test_the_summary_says_what_ran_and_what_moved() -> None:
     prompts = [Prompt((1,), "a", "7"), Prompt((2,), "b", "7")]
     assert summary.lines(result, prompts, letters)[1:] == [
         ("run", "tp 2, float32, cpu, 2 drafts per round"),
+        ("weights", "random, FP8 kept, 4 layers, experts by loop"),
         ("speed", "7 tokens of 2 requests in 2.00 s: 3.5 tokens/s"),
         ("accepted", "0.75 drafts per round on average; by position 75%, -"),
         ("answers", "1 of 2 right"),
@@ -696,3 +725,40 @@ def test_errors_that_ranks_raise_keep_their_kind(model: Path, monkeypatch: pytes
         monkeypatch.setattr("lockstep.engine.run.generate", generate_)
         with pytest.raises(seen):
             launch.run(job, timeout_s=5, on_event=lambda rank, event: None)
+
+
+def test_finished_requests_outlive_a_run_that_fails(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, partial = tmp_path / "result.json", tmp_path / "result.json.partial.jsonl"
+    arguments = ["generate", str(model), *RUN, "--json", str(file)]
+
+    def full(document: dict[str, Any], name: str) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(jsonfile, "write", full)
+        assert app.main(arguments) == 3
+    assert "no space left on device" in capsys.readouterr().err
+    kept = [json.loads(line) for line in partial.read_text().splitlines()]
+    assert app.main(arguments) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+    requests = json.loads(file.read_text())["requests"]
+    assert sorted(kept, key=lambda line: int(line["request"])) == [
+        {"request": i} | {key: r[key] for key in ("prompt_ids", "tokens", "text", "finish_reason")}
+        for i, r in enumerate(requests)
+    ]
+
+
+def test_a_request_is_kept_once_it_is_finished_and_not_before(tmp_path: Path) -> None:
+    partial = tmp_path / "r.json.partial.jsonl"
+    finished = jsonfile.Finished(str(tmp_path / "r.json"), [[5], [6]], None)
+    finished.on_event(Committed(1, (7, 8), 1))
+    assert not partial.exists()
+    finished.on_event(Committed(1, (9,), 0, "stop"))
+    line = {"request": 1, "prompt_ids": [6], "tokens": [7, 8, 9], "text": None, "finish_reason": "stop"}
+    assert [json.loads(text) for text in partial.read_text().splitlines()] == [line]
+    finished.remove()
+    assert not partial.exists()
+    jsonfile.Finished("-", [[5]], None).on_event(Committed(0, (7,), 0, "stop"))
+    assert list(tmp_path.iterdir()) == []

@@ -103,10 +103,12 @@ def test_without_a_fault_it_is_identical(ranks: Any) -> None:
     "family,options,fields",
     (
         ("glm4_moe", {}, {"dtype": "float32"}),
+        ("glm_moe_dsa", {}, {"dtype": "float32"}),
+        ("qwen3_next", {}, {"dtype": "float32"}),
         ("deepseek_v3", {"mtp_layers": 2}, {"dtype": "float64", "draft_tokens": 4}),
         ("deepseek_v3", {"dtype": "bfloat16"}, {"dtype": "auto"}),
     ),
-    ids=("glm4_moe", "two MTP layers", "bfloat16"),
+    ids=("glm4_moe", "glm_moe_dsa", "qwen3_next", "two MTP layers", "bfloat16"),
 )
 def test_right_runs_do_not_diverge(ranks: Any, family: str, options: Any, fields: dict[str, Any]) -> None:
     work = job(

@@ -1,0 +1,109 @@
+"""`lockstep launch`: start a command's ranks with torchrun, deepspeed, mpiexec or ourselves, and leave none behind."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import typer
+
+from lockstep.cli import options
+from lockstep.comm import launchers
+from lockstep.comm.errors import UsageError
+
+GRACE_S = 5.0
+PR_SET_CHILD_SUBREAPER = 36
+NEEDS = {"deepspeed": "deepspeed", "mpi": "mpi4py"}
+
+
+def command(
+    arguments: options.CommandLine,
+    launcher: options.Launcher = "torchrun",
+    hostfile: options.Hostfile = None,
+    nnodes: options.NumNodes = None,
+    node_rank: options.NodeRank = None,
+    master_addr: options.MasterAddr = None,
+    master_port: options.MasterPort = None,
+    dry_run: options.DryRun = False,
+) -> None:
+    """Start a command's ranks with a launcher: lockstep launch --launcher deepspeed -- generate demo --tp 2"""
+    ranks = launchers.ranks_of(arguments)
+    if arguments[0] == "launch":
+        raise UsageError("launch does not launch itself; give the command to run on every rank, like generate")
+    hosts = launchers.hosts_of(ranks, hostfile, nnodes)
+    plan = launchers.Plan(launcher, ranks, tuple(arguments), hosts, node_rank, master_addr, master_port)
+    line = launchers.command(plan, devices=_devices(launcher, arguments))
+    if dry_run:
+        settings = [f"{name}={shlex.quote(value)}" for name, value in line.environment.items()]
+        unset = [f"-u {name}" for name in line.without if name in os.environ]
+        typer.echo(" ".join([*(["env", *unset] if unset else []), *settings, shlex.join(line.argv)]))
+        return
+    missing = NEEDS.get(launcher)
+    if missing and importlib.util.find_spec(missing) is None:
+        raise UsageError(f"--launcher {launcher} needs {missing}; pip install 'lockstep-decode[{launcher}]'")
+    raise typer.Exit(run(line))
+
+
+def run(line: launchers.Command) -> int:
+    """Run it to its end and return its exit code. Whatever happens, nothing that it started is left on this host."""
+    if sys.platform == "linux":
+        # What the launcher leaves behind when it dies becomes our child, and not init's.
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    environment = {k: v for k, v in os.environ.items() if k not in line.without} | line.environment
+    sys.stdout.flush()
+    process = subprocess.Popen(line.argv, env=environment, start_new_session=True)
+    previous = {s: signal.signal(s, lambda number, frame: _forward(process, number)) for s in FORWARDED}
+    try:
+        code = process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        _end_children()
+    return code if code >= 0 else 128 - code
+
+
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _forward(process: subprocess.Popen[bytes], number: int) -> None:
+    """To the whole group: a signal to deepspeed alone leaves its ranks running."""
+    if process.poll() is None:
+        os.killpg(process.pid, number)
+
+
+def _end_children() -> None:
+    """End what is left of the launcher's processes: TERM, and KILL after the grace."""
+    deadline = time.monotonic() + GRACE_S
+    number = signal.SIGTERM
+    while left := list(_children()):
+        for pid in left:
+            try:
+                os.kill(pid, number)
+                os.waitpid(pid, os.WNOHANG)
+            except (ProcessLookupError, ChildProcessError):
+                continue
+        number = signal.SIGKILL if time.monotonic() > deadline else signal.SIGTERM
+        time.sleep(0.05)
+
+
+def _children() -> Iterator[int]:
+    for task in Path("/proc/self/task").glob("*/children") if sys.platform == "linux" else ():
+        yield from map(int, task.read_text().split())
+
+
+def _devices(launcher: str, arguments: list[str]) -> str | None:
+    """CUDA_VISIBLE_DEVICES, where it matters: for deepspeed with ranks on CUDA devices."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if launcher != "deepspeed" or not given or launchers.option(arguments, "--device") == "cpu":
+        return None
+    import torch
+
+    return given if torch.cuda.is_available() else None

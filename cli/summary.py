@@ -36,6 +36,7 @@ def lines(result: dict[str, Any], prompts: Sequence[Prompt], decode: Decode | No
     shown = [
         ("strategy", f"{effective['name']}: {fields}"),
         ("run", f"tp {run['tp']}, {run['dtype']}, {run['device']}, {_count(run['draft_tokens'], 'draft')} per round"),
+        ("weights", _weights(effective)),
         ("speed", _speed(timings, len(requests))),
     ]
     if run["draft_tokens"]:
@@ -46,6 +47,12 @@ def lines(result: dict[str, Any], prompts: Sequence[Prompt], decode: Decode | No
         shown.append(("answers", f"{right} of {len(answers)} right"))
     shown.append(("moved", _totals(result)))
     return shown
+
+
+def _weights(effective: dict[str, Any]) -> str:
+    source = "random" if effective["load_format"] == "dummy" else "the checkpoint's"
+    kept = {"keep": ", FP8 kept", "dequantise": ", FP8 dequantised"}.get(effective["weights"], "")
+    return f"{source}{kept}, {_count(effective['layers'], 'layer')}, experts by {effective['expert_kernel']}"
 
 
 def _speed(timings: dict[str, Any], requests: int) -> str:

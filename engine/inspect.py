@@ -106,14 +106,15 @@ def mtp_block(config: Config, tensors: dict[str, Stored], entries: list[Entry], 
 
 
 def dtypes(tensors: dict[str, Stored]) -> dict[str, dict[str, int]]:
-    shown: dict[str, dict[str, int]] = {}
+    """Stored tensors by dtype; a stack of experts is one."""
+    keys: dict[str, set[str]] = {}
+    sizes: Counter[str] = Counter()
     for stored in tensors.values():
         for each in (stored, stored.scale):
             if each is not None:
-                entry = shown.setdefault(each.dtype, {"tensors": 0, "bytes": 0})
-                entry["tensors"] += 1
-                entry["bytes"] += math.prod(each.shape) * STORED_BYTES.get(each.dtype, 0)
-    return shown
+                keys.setdefault(each.dtype, set()).add(each.key)
+                sizes[each.dtype] += math.prod(each.shape) * STORED_BYTES.get(each.dtype, 0)
+    return {dtype: {"tensors": len(found), "bytes": sizes[dtype]} for dtype, found in keys.items()}
 
 
 def rank(job: Job, config: Config, tensors: dict[str, Stored], entries: list[Entry]) -> dict[str, Any]:

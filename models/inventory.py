@@ -55,7 +55,8 @@ def tensors(config: Config, placement: Placement, shard: Shard, num_mtp: int) ->
     """What the model needs with `num_mtp` of its MTP blocks, by key without prefix."""
     place = _Place(config.hidden, placement, shard)
     for entry in _decoder(config, place):
-        yield entry._replace(name=config.checkpoint_name(entry.name))
+        name = config.checkpoint_name(entry.name)
+        yield entry if name == entry.name else entry._replace(name=name)
     seen = set()
     for i, layer in enumerate(config.mtp[:num_mtp]):
         for entry in _mtp_block(f"mtp.{i}", layer, place):

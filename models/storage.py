@@ -43,14 +43,14 @@ def read_header(file: Path) -> Iterator[Stored]:
                 raise damaged(file, f"its header cannot be {length} bytes long")
             header = json.loads(handle.read(length))
         header.pop("__metadata__", None)
-        end = 8 + length
+        base = end = 8 + length
         for key, entry in header.items():
-            first, last = entry["data_offsets"]
-            stored = Stored(file, key, tuple(entry["shape"]), entry["dtype"], 8 + length + first)
-            if stored.dtype in ITEM_BYTES and last - first != math.prod(stored.shape) * ITEM_BYTES[stored.dtype]:
-                raise damaged(file, f"{key} has {last - first} bytes for shape {list(stored.shape)}")
-            end = max(end, 8 + length + last)
-            yield stored
+            dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            if dtype in ITEM_BYTES and last - first != math.prod(shape) * ITEM_BYTES[dtype]:
+                raise damaged(file, f"{key} has {last - first} bytes for shape {list(shape)}")
+            if base + last > end:
+                end = base + last
+            yield Stored(file, key, shape, dtype, base + first)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(file, str(error)) from None
     if end != size:

@@ -77,7 +77,9 @@ def without_torch(*command_lines: list[str]) -> list[tuple[int, str, str, list[s
 
 
 def test_help_imports_nothing_heavy() -> None:
-    for code, out, err, heavy in without_torch(["--help"], ["generate", "--help"], ["--version"]):
+    for code, out, err, heavy in without_torch(
+        ["--help"], ["generate", "--help"], ["inspect", "--help"], ["--version"]
+    ):
         assert (code, err, heavy) == (0, "", [])
         assert "lockstep" in out
 
@@ -118,6 +120,10 @@ def test_options_are_frozen() -> None:
             ["--recycle"],
             ["--dtype"],
             ["--device"],
+            ["--load-format"],
+            ["--num-layers"],
+            ["--weights"],
+            ["--expert-kernel"],
             ["--tp"],
             ["--strategy"],
             ["--exit"],
@@ -151,6 +157,10 @@ def test_options_are_frozen() -> None:
             ["--recycle"],
             ["--dtype"],
             ["--device"],
+            ["--load-format"],
+            ["--num-layers"],
+            ["--weights"],
+            ["--expert-kernel"],
             ["--timeout"],
             ["--out"],
             ["--resume"],
@@ -158,6 +168,28 @@ def test_options_are_frozen() -> None:
             ["--traceback"],
         ],
         "report": [["results"], ["--markdown"], ["--traceback"]],
+        "inspect": [
+            ["model"],
+            ["--tp"],
+            ["--strategy"],
+            ["--draft-tokens"],
+            ["--dtype"],
+            ["--load-format"],
+            ["--num-layers"],
+            ["--weights"],
+            ["--json"],
+            ["--traceback"],
+        ],
+        "make-checkpoint": [
+            ["config"],
+            ["--out"],
+            ["--num-layers"],
+            ["--dtype"],
+            ["--fp8"],
+            ["--seed"],
+            ["--max-shard-size"],
+            ["--traceback"],
+        ],
         "launch": [
             ["arguments"],
             ["--launcher"],
@@ -192,6 +224,8 @@ def test_bad_input_is_one_line_before_torch_is_imported(model: Path, tmp_path: P
     checkpoints.set_config(unknown, model_type="gpt2")
     checkpoints.truncate(truncated)
     (wordless / "tokenizer.json").unlink()
+    headless = checkpoints.copy(model, tmp_path / "headless")
+    checkpoints.drop(headless, "eh_proj")
     heads = checkpoints.copy(checkpoints.cached("glm4_moe"), tmp_path / "heads")
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -253,6 +287,20 @@ def test_bad_input_is_one_line_before_torch_is_imported(model: Path, tmp_path: P
         ([m, *ids, "--json", "/no/such/file"], "--json /no/such/file cannot be written; give a file in a folder *"),
         ([m, *ids, "--json", str(tmp_path)], f"--json {tmp_path} is a folder; give the path of a file"),
         ([m, *ids, "--tokens", "3"], "No such option: --tokens*"),
+        (
+            [m, *ids, "--num-layers", "2"],
+            "--num-layers cuts a model that is not there: use it with --load-format dummy",
+        ),
+        (
+            [m, *ids, "--load-format", "dummy", "--num-layers", "9"],
+            "--num-layers 9 is not between 1 and the 3 of config.json",
+        ),
+        ([m, *ids, "--load-format", "fake"], "--load-format 'fake' is not known; use auto or dummy"),
+        (
+            [m, *ids, "--device", "cpu", "--dtype", "float64", "--expert-kernel", "grouped"],
+            "--expert-kernel grouped does not take float64 on cpu; it takes float32, bfloat16, float16",
+        ),
+        ([str(headless), *ids], f"{headless} lacks layers.3.eh_proj.weight; without its MTP weights it runs with *"),
     ]
     results = without_torch(*(["generate", *arguments] for arguments, _ in table))
     for (arguments, expected), (code, out, err, heavy) in zip(table, results, strict=True):
@@ -304,14 +352,15 @@ def test_a_bad_line_of_a_prompt_file_is_named(
 
 
 def test_what_only_a_rank_finds_is_bad_input_too(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = checkpoints.copy(model, tmp_path / "incomplete")
-    checkpoints.drop(folder, r"eh_proj")
-    assert app.main(["generate", str(folder), *RUN, "--tp", "2"]) == 2
+    def refuse(*arguments: object, **options: object) -> None:
+        raise UsageError("the file was cut\nmeanwhile")
+
+    monkeypatch.setattr("lockstep.engine.run.load", refuse)
+    assert app.main(["generate", str(model), *RUN, "--tp", "2"]) == 2
     shown = capsys.readouterr()
-    assert "eh_proj" in shown.err
-    assert (shown.out, shown.err.count("\n")) == ("", 1)
+    assert (shown.out, shown.err) == ("", "lockstep: the file was cut meanwhile\n")
 
 
 # --------------------------------------------------------------------------------------------------------- results
@@ -604,7 +653,8 @@ def test_the_summary_says_what_ran_and_what_moved() -> None:
     result = {
         "effective": {"name": "sp-late"}
         | dict.fromkeys(fields, "x")
-        | {"tp": 2, "dtype": "float32", "device": "cpu", "draft_tokens": 2},
+        | {"tp": 2, "dtype": "float32", "device": "cpu", "draft_tokens": 2}
+        | {"load_format": "dummy", "weights": "keep", "layers": 4, "expert_kernel": "loop"},
         "requests": [{"tokens": list(b"#### 7")}, {"tokens": list(b"8")}],
         "acceptance": {
             "per_position": [{"drafted": 4, "accepted": 3}, {"drafted": 0, "accepted": 0}],
@@ -620,6 +670,7 @@ def test_the_summary_says_what_ran_and_what_moved() -> None:
     prompts = [Prompt((1,), "a", "7"), Prompt((2,), "b", "7")]
     assert summary.lines(result, prompts, letters)[1:] == [
         ("run", "tp 2, float32, cpu, 2 drafts per round"),
+        ("weights", "random, FP8 kept, 4 layers, experts by loop"),
         ("speed", "7 tokens of 2 requests in 2.00 s: 3.5 tokens/s"),
         ("accepted", "0.75 drafts per round on average; by position 75%, -"),
         ("answers", "1 of 2 right"),

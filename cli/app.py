@@ -1,15 +1,20 @@
 """The Typer application, and how its errors become one line and an exit code.
 
 Exit codes: 0 done; 1 a comparison diverged, or an inspected checkpoint is not as it should be; 2 bad input; 3 a rank
-failed; 75 (as a launcher's rank) another rank failed; 130 interrupted; 141 the reader of the output went away.
+failed; 75 (as a launcher's rank) another rank failed; 130 interrupted; 143 terminated; 141 the reader of the output
+went away.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import signal
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Annotated
 
@@ -62,7 +67,10 @@ def main(arguments: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without UTF-8 is no reason to fail
     try:
-        return _run(arguments)
+        with _terminable():
+            return _run(arguments)
+    except Terminated:
+        return 143
     except KeyboardInterrupt:
         return 130
     except (BrokenPipeError, SystemExit):  # rich makes the one into the other
@@ -75,6 +83,27 @@ def main(arguments: list[str] | None = None) -> int:
         return _refuse(error.format_message())
     except Exception as error:
         return _report_failure(error, show="--traceback" in arguments)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: ends the ranks as Ctrl-C does, where dying of it would leave what they started."""
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """As a rank of a launcher SIGTERM is the launcher's word about the other ranks (comm/peers.py)."""
+
+    def end(number: int, frame: object) -> None:
+        raise Terminated
+
+    if "RANK" in os.environ or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(arguments: list[str]) -> int:

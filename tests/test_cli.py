@@ -522,7 +522,8 @@ def test_a_lost_peer_has_its_own_exit_code(
     assert "lost a peer in layers.0.attention.out" in capsys.readouterr().err
 
 
-def test_interrupt_ends_all_ranks(model: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_ends_all_ranks(model: Path, number: signal.Signals) -> None:
     arguments = [*LOCKSTEP, "generate", str(model), "--prompt-ids", "5", "--max-new-tokens", "200", "--tp", "2"]
     process = subprocess.Popen(
         [*arguments, "--ignore-eos", "--draft-tokens", "0", "--dtype", "float64"],
@@ -535,9 +536,9 @@ def test_interrupt_ends_all_ranks(model: Path) -> None:
     assert process.stdout.read(1)  # the first token: ranks are at work
     children = children_of(process.pid)
     assert len(children) == 2
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, number)
     _, err = process.communicate(timeout=20)
-    assert (process.returncode, err) == (130, b"")
+    assert (process.returncode, err) == (128 + number, b"")
     assert not [pid for pid in children if Path(f"/proc/{pid}").exists()]
 
 

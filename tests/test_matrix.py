@@ -15,6 +15,8 @@ from lockstep.comm.strategy import resolve
 from lockstep.models.families import FAMILIES
 
 STRATEGIES = every_strategy()
+# One model_type of each translation: another name of the same model is seen under two ranks.
+MODELS = tuple({file: family for family, file in FAMILIES.items()}.values())
 
 
 @pytest.mark.parametrize("case", STRATEGIES, ids=label)
@@ -29,7 +31,7 @@ def test_two_ranks(ranks: Any, family: str, case: tuple[str, dict[str, str]]) ->
 
 
 @pytest.mark.parametrize("case", STRATEGIES, ids=label)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODELS)
 def test_four_ranks(ranks: Any, family: str, case: tuple[str, dict[str, str]]) -> None:
     """Eight experts on four ranks, vocabulary 97 on four ranks, fewer rows than ranks in every decode step."""
     folder = cached(family)
@@ -38,14 +40,15 @@ def test_four_ranks(ranks: Any, family: str, case: tuple[str, dict[str, str]]) -
 
 
 @pytest.mark.parametrize("k", range(9))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODELS)
 def test_every_draft_length(ranks: Any, family: str, k: int) -> None:
     folder = cached(family)
     want = expected(folder, k)
     assert outcome(ranks(1).run(run, job(folder, draft_tokens=k, prefill_chunk=4))[0]) == want
     assert outcome(ranks(1).run(run, job(folder, "sp-late", draft_tokens=k))[0]) == want
-    alone = [outcome(ranks(1).run(run, job(folder, draft_tokens=k, prompts=[p]))[0])[0] for p in PROMPTS]
-    assert alone == want
+    if k == 3:
+        alone = [outcome(ranks(1).run(run, job(folder, draft_tokens=k, prompts=[p]))[0])[0] for p in PROMPTS]
+        assert alone == want
 
 
 @pytest.mark.parametrize("k", (1, 2, 4, 8))
@@ -65,13 +68,13 @@ def test_several_mtp_layers(ranks: Any, mtp_layers: int, k: int, size: int) -> N
 
 
 @pytest.mark.parametrize("draft,rate", (("always", 1.0), ("never", 0.0)))
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MODELS)
 def test_rigged_acceptance(ranks: Any, family: str, draft: str, rate: float) -> None:
     """Exactly 100 % and exactly 0 %, at every draft position."""
     folder = cached(family, draft=draft)
     for size, strategy in ((1, "tp"), (2, "sp-late:gather-sum")):
-        result = ranks(size).run(run, job(folder, strategy, tp=size, draft_tokens=4, max_new_tokens=21))[0]
-        assert outcome(result) == expected(folder, 4, max_new=21)
+        result = ranks(size).run(run, job(folder, strategy, tp=size, draft_tokens=4, max_new_tokens=11))[0]
+        assert outcome(result) == expected(folder, 4, max_new=11)
         counts = result["acceptance"]["per_position"]
         assert [c["accepted"] for c in counts] == [rate * c["drafted"] for c in counts]
         assert result["acceptance"]["drafted"] > 0

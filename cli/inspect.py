@@ -110,7 +110,7 @@ def _lines(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _mtp(document: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for number, block in enumerate(document["mtp"]):
-        own = f", own {_listed(block['own'])}" if block["own"] else ""
+        own = f", with {_listed(block['vocabulary'])}" if block["vocabulary"] else ""
         yield "MTP", f"block {number} at {block['where']}: {block['found']} of {block['needed']} tensors{own}"
     if not document["mtp"]:
         yield "MTP", "none"

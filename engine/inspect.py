@@ -101,7 +101,7 @@ def mtp_block(config: Config, tensors: dict[str, Stored], entries: list[Entry], 
         "where": (stored.key if stored else example).removesuffix("input_layernorm.weight"),
         "needed": len(needed),
         "found": len(needed & tensors.keys()),
-        "own": [tensors[key].key for key in own if key in tensors],
+        "vocabulary": [tensors[key].key for key in own if key in tensors],
     }
 
 

@@ -34,8 +34,7 @@ KERNELS = {
     "dense": Kernel({"cpu": EVERY, "cuda": EVERY}),
 }
 # The first that takes the work. On CUDA the loop waits for the device in every layer, to learn how many rows each
-# expert has; on a CPU the grouped product takes 0.75 to 0.9 of its time for 2 to 128 rows, and about as long for
-# fewer or more (benchmarks/experts.py).
+# expert has; on a CPU the grouped product takes 0.45 to 0.8 of its time up to 256 rows (benchmarks/experts.py).
 PREFERRED = ("grouped", "loop")
 
 

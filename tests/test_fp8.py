@@ -69,7 +69,7 @@ def assert_same(got: Loaded, want: Loaded) -> None:
 
 
 # ------------------------------------------------------------------------------------------------- what a rank holds
-@pytest.mark.parametrize("size,sizes", ((1, "E1"), (2, "E1"), (2, "E3"), (2, "E4"), (4, "E1"), (4, "E3")))
+@pytest.mark.parametrize("size,sizes", ((2, "E1"), (2, "E4"), (4, "E3")))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_rank_holds_the_dequantised_weights(family: str, sizes: str, size: int) -> None:
     """Read, or kept in FP8 and made dense: the same numbers, bit for bit."""

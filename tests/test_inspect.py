@@ -79,7 +79,7 @@ def test_what_is_there(family: str) -> None:
     assert [block["found"] == block["needed"] > 10 for block in said["mtp"]] == [True, True]
     numbered = not family.startswith("qwen")
     assert said["mtp"][1]["where"] == (f"model.layers.{said['shapes']['layers'] + 1}." if numbered else "mtp.layers.1.")
-    assert len(said["mtp"][0]["own"]) == (2 if numbered else 0)
+    assert len(said["mtp"][0]["vocabulary"]) == (2 if numbered else 0)
     assert len(said["ignored"]) == (1 if family == "qwen3_5_moe" else 0)
     stored = checkpoints.read(cached(family, mtp_layers=2))
     assert said["dtypes"] == {"F32": {"tensors": len(stored), "bytes": sum(t.nbytes for t in stored.values())}}

@@ -32,15 +32,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+CASES = [(f, v) for f in FAMILIES for v in VARIANTS if v != "no query compression" or f == "deepseek_v3"]
+
+
 def config_of(family: str, variant: str) -> Any:
-    if variant == "no query compression" and family != "deepseek_v3":
-        pytest.skip("only MLA without an indexer has that")
     return open_checkpoint(cached(family, **VARIANTS[variant])).config
 
 
-@pytest.mark.parametrize("size", (1, 2, 4))
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("size", (2, 4))
+@pytest.mark.parametrize("family,variant", CASES)
 def test_same_as_the_layers(family: str, variant: str, size: int) -> None:
     config = config_of(family, variant)
     for placement in PLACEMENTS:
@@ -58,8 +58,7 @@ def test_same_as_the_layers(family: str, variant: str, size: int) -> None:
             assert {name: entries[name].shape for name in shapes} == shapes
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family,variant", CASES)
 def test_same_as_the_file(family: str, variant: str) -> None:
     config = config_of(family, variant)
     tensors = open_checkpoint(cached(family, **VARIANTS[variant])).tensors()
@@ -77,8 +76,8 @@ def test_bytes(family: str, dtype: torch.dtype, item_bytes: int, tmp_path: Any) 
     folder = quantise(copy(cached(family, overrides={"moe_intermediate_size": 40}), tmp_path / "fp8"))
     checkpoint = open_checkpoint(folder)
     tensors = checkpoint.tensors()
-    for strategy in ("tp", "sp-late"):
-        placement, shard = resolve(strategy).placement, Shard(1, 2)
+    for strategy, shard in (("tp", Shard(1, 4)), ("sp-late", Shard(1, 2))):
+        placement = resolve(strategy).placement
         entries = list(inventory.tensors(checkpoint.config, placement, shard, 1))
         for keep in (False, True):
             loaded = load(

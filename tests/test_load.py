@@ -277,27 +277,32 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from lockstep.comm.strategy import resolve
-from lockstep.models.checkpoint import open_checkpoint
+from lockstep.models.checkpoint import open_checkpoint, open_dummy
 from lockstep.models.load import load
 from lockstep.models.weights import Shard
 
 def status(field):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) * 1024
 
-def place(folder, rank, size, strategy, dtype):
+def place(folder, rank, size, strategy, dtype, source):
     return load(
-        open_checkpoint(folder), resolve(strategy).placement, Shard(rank, size),
+        source(folder), resolve(strategy).placement, Shard(rank, size),
         draft_tokens=1, dtype=getattr(torch, dtype), device=torch.device("cpu"),
     )
 
 tiny, folder = sys.argv[1:]
-for case in ((0, 1, "tp", "float32"), (0, 2, "tp", "bfloat16"), (1, 2, "sp-late", "float32")):
+for case in (
+    (0, 1, "tp", "float32", open_checkpoint),
+    (0, 2, "tp", "bfloat16", open_checkpoint),
+    (1, 2, "sp-late", "float32", open_checkpoint),
+    (0, 1, "tp", "bfloat16", open_dummy),
+):
     if os.fork() == 0:  # each from the same, small process
         place(tiny, *case)  # code that is paged in at its first use is not the checkpoint's
         Path("/proc/self/clear_refs").write_text("5")
         before = status("VmRSS")
         weights = place(folder, *case).num_bytes
-        print(*case[2:], weights, status("VmHWM") - before, flush=True)
+        print(*case[2:4], weights, status("VmHWM") - before, flush=True)
         os._exit(0)
     os.wait()
 """
@@ -310,7 +315,7 @@ def test_memory_while_loading(tmp_path: Path) -> None:
     folder = checkpoints.make(tmp_path / "larger", "deepseek_v3", vocab=4099, draft="random", overrides=sizes)
     command = [sys.executable, "-c", MEASURE, str(cached("deepseek_v3")), str(folder)]
     cases = [line.split() for line in subprocess.check_output(command, text=True).splitlines()]
-    assert len(cases) == 3
+    assert len(cases) == 4
     for strategy, dtype, weights, peak in cases:
         print(
             f"{strategy} {dtype}: weights {int(weights) / 1e6:.0f} MB, peak {int(peak) / int(weights):.2f} times that"

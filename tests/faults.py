@@ -115,8 +115,9 @@ def a9_shared_expert_sliced_on_shards(patch: Patch, group: Group) -> None:
 
         def part(x: torch.Tensor) -> torch.Tensor:
             half = slice(group.rank * 16, group.rank * 16 + 16)
-            gate, up = (x @ p.weight[half].T for p in (function.gate_proj, function.up_proj))
-            return (torch.nn.functional.silu(gate) * up) @ function.down_proj.weight[:, half].T
+            mlp = function.__self__.shared_experts
+            gate, up = (x @ p.weight[half].T for p in (mlp.gate_proj, mlp.up_proj))
+            return (torch.nn.functional.silu(gate) * up) @ mlp.down_proj.weight[:, half].T
 
         return rowwise(self, part, at)
 

@@ -88,7 +88,7 @@ def test_teacher_forced_logits_in_float32(variant: str) -> None:
     for dtype, atol in (("float32", 1e-4), ("float64", 1e-10)):
         batch = batch_of(Group.local(), folder, (LONG,), dtype=dtype)
         with torch.inference_mode():
-            hidden = batch._forward([list(LONG)]).rows("test")
+            hidden = batch._forward([list(LONG)], "prefill").rows("test")
         logits = batch.model.lm_head.logits(hidden)
         close(logits, oracle(folder, getattr(torch, dtype)).logits(LONG), rtol=0, atol=atol)
 
@@ -255,7 +255,7 @@ def test_a_long_sequence_is_scored_in_parts(monkeypatch: Any) -> None:
         monkeypatch.setattr(attention, "MAX_SCORES", most)
         batch = batch_of(Group.local(), folder, (LONG, LONG[:9]))
         with torch.inference_mode():
-            results.append(batch._forward([list(LONG), list(LONG[:9])]).rows("test"))
+            results.append(batch._forward([list(LONG), list(LONG[:9])], "prefill").rows("test"))
     close(results[0], results[1], rtol=0, atol=1e-12)
 
 
@@ -268,7 +268,7 @@ def selections(group: Group, folder: Path, spec: str) -> list[list[list[int]]]:
             lambda module, inputs, out: seen.append(inputs[1].selection.slots.tolist())
         )
     with torch.inference_mode():
-        batch._forward([list(LONG)])
+        batch._forward([list(LONG)], "prefill")
     return seen
 
 
@@ -298,7 +298,7 @@ def test_weights_of_the_scores_stay_wide() -> None:
     indexer: Any = batch.model.layers[0].self_attn.indexer  # type: ignore[union-attr]
     assert (indexer.weights_proj.weight.dtype, indexer.wk.weight.dtype) == (torch.float32, torch.bfloat16)
     with torch.inference_mode():
-        assert batch._forward([list(LONG)]).rows("test").isfinite().all()
+        assert batch._forward([list(LONG)], "prefill").rows("test").isfinite().all()
 
 
 # ----------------------------------------------------------------------------------------------------- the translation

@@ -28,6 +28,7 @@ import pytest
 import torch
 
 from lockstep.comm.group import Group, connect
+from lockstep.comm.ledger import Ledger
 from lockstep.comm.supervise import Event, Failure, Rank, Result, Sender, end
 from lockstep.comm.world import enter_rank, rendezvous
 
@@ -172,7 +173,8 @@ def _serve(number: int, size: int, parent: int, init_method: str, requests: Conn
     group = connect(number, size, "cpu", TIMEOUT_S, init_method)
     while True:
         reference, args = requests.recv()
-        group.ledger.clear()
+        group.ledger, group.decisions = Ledger(), None  # whatever the call before has left
+        group.time(None)
         try:
             answer: Any = Result(pickle.dumps(_find(*reference)(group, *pickle.loads(args))))
         except BaseException as error:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lockstep.comm.errors import UsageError
+from lockstep.engine import store
 from lockstep.engine.requests import Committed
 
 Decode = Callable[[Sequence[int]], str]
@@ -35,13 +36,7 @@ def write(document: dict[str, Any], name: str) -> None:
     elif path.exists() and not path.is_file():  # a pipe or a device
         path.write_text(text, encoding="utf-8")
     else:
-        path = path.resolve()
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
+        store.write(path.resolve(), text)
 
 
 class Finished:

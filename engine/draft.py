@@ -53,14 +53,13 @@ class Drafter:
             counts.append(max(0, min(waiting, len(sequence.prompt) - self.depth - self.caches[0].lengths[b])))
         if not any(counts):
             return
-        chosen = [torch.cat(self.pending[b])[:n] for b, n in enumerate(counts) if n]
-        hidden = torch.cat(chosen)
+        waiting_rows = {b: torch.cat(self.pending[b]) for b, n in enumerate(counts) if n}
+        hidden = torch.cat([rows[: counts[b]] for b, rows in waiting_rows.items()])
+        known = [list(s.prompt) for s in sequences]
         for j in range(self.depth):
-            known = [list(s.prompt) for s in sequences]
             hidden = self._recycled(self._new_rows(j, known, counts, hidden)[0])
-        for b, n in enumerate(counts):
-            if n:
-                self.pending[b] = [torch.cat(self.pending[b])[n:]]
+        for b, rows in waiting_rows.items():
+            self.pending[b] = [rows[counts[b] :]]
 
     @spanned("draft")
     def propose(self, sequences: List[Sequence]) -> list[list[int]]:

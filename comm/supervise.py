@@ -148,6 +148,10 @@ class Rank:
             wait([self.exit_fd])
             self.signal(signal.SIGKILL)  # while its number cannot be anyone else's
             self._process.join()
+            # Starting a process collects all that have exited, so another thread may have this one's exit code in hand.
+            patience = time.monotonic() + 1.0
+            while self._process.exitcode is None and time.monotonic() < patience:
+                time.sleep(0.001)
             self._exited = True
 
     def close(self) -> None:

@@ -1,12 +1,15 @@
 """One thread, no network, seeded: what every test may rely on."""
 
 import os
+import signal
 
 import pytest
 import torch
 from comparisons import compared, document  # noqa: F401
 from ranks import ranks  # noqa: F401 (a fixture)
 
+# A shell ignores SIGINT in what it starts in the background, and so would everything that is started here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)  # before any rank is forked, or the child hangs
 os.environ |= {
     "OMP_NUM_THREADS": "1",

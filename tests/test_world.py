@@ -16,6 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import popen_fork
 from pathlib import Path
 from typing import Any
 
@@ -544,7 +545,11 @@ def test_ranks_of_a_parent_that_has_computed_with_threads() -> None:
         assert said.poll(3.0) and said.recv() == "returned"
 
 
-def test_two_runs_at_once() -> None:
+@pytest.mark.parametrize("slow", (False, True))
+def test_two_runs_at_once(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`slow`: a thread that collects another's exited rank, as starting a process does, takes its time to say so."""
+    if slow:
+        monkeypatch.setattr(popen_fork.Popen, "poll", poll_slowly)
     values: dict[int, Any] = {}
 
     def one(size: int) -> None:
@@ -556,6 +561,19 @@ def test_two_runs_at_once() -> None:
     for thread in threads:
         thread.join(20.0)
     assert values == {2: [3.0] * 5, 3: [6.0] * 5}
+
+
+def poll_slowly(self: Any, flag: int = os.WNOHANG) -> int | None:
+    if self.returncode is None:
+        try:
+            pid, status = os.waitpid(self.pid, flag)
+        except OSError:
+            return None
+        if pid == self.pid:
+            time.sleep(0.01)
+            self.returncode = os.waitstatus_to_exitcode(status)
+    returned: int | None = self.returncode
+    return returned
 
 
 # Launched by someone else

@@ -53,7 +53,9 @@ def _listed(choices: Sequence[str]) -> str:
     return f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or a built-in model: demo.")]
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A checkpoint folder, or a built-in model: demo, demo-qwen.")
+]
 
 P = "Prompts"
 PromptTexts = Annotated[list[str] | None, _option(P, "--prompt", "A prompt. May be given again.", "TEXT")]

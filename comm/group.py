@@ -69,11 +69,9 @@ class Group:
             return self._all_gather(x, at)
         return self._all_reduce(x, at) if to is REPLICATED else self._reduce_scatter(x, at)
 
-    def convert_pair(
-        self, x: Activation, residual: Activation, to: Layout, at: str, *, packed: bool = True
-    ) -> tuple[Activation, Activation]:
+    def convert_pair(self, x: Activation, residual: Activation, to: Layout, at: str) -> tuple[Activation, Activation]:
         """A block's output and its residual in layout `to`; one packed all-gather [T, 2H] where both are shards."""
-        if packed and x.layout is SHARDED and residual.layout is SHARDED and to is REPLICATED:
+        if x.layout is SHARDED and residual.layout is SHARDED and to is REPLICATED:
             return self.convert(x.beside(residual, at), to, at).split(x.data.shape[-1])
         return self.convert(x, to, at), self.convert(residual, to, at)
 

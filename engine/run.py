@@ -10,7 +10,7 @@ import torch
 
 from lockstep.comm.group import Group
 from lockstep.engine.choices import checkpoint_of, dtype_of, keeps_fp8, kernel_of, num_mtp
-from lockstep.engine.requests import Committed, Job, Progress
+from lockstep.engine.requests import Job, Progress
 from lockstep.engine.sequence import Sequence
 from lockstep.engine.settings import Settings
 from lockstep.engine.speculate import Batch, Clock
@@ -155,6 +155,3 @@ def timings(clocks: list[Clock], sequences: list[Sequence]) -> dict[str, Any]:
 
 def _silent(event: object) -> None:
     pass
-
-
-__all__ = ["Committed", "generate"]

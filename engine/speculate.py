@@ -14,7 +14,7 @@ import torch
 from lockstep.comm.timeline import spanned
 from lockstep.engine.accept import greedy, tell, verify
 from lockstep.engine.draft import Drafter
-from lockstep.engine.requests import Committed
+from lockstep.engine.requests import Committed, Progress
 from lockstep.engine.sequence import Sequence
 from lockstep.engine.settings import Settings
 from lockstep.models.decoder import Exit
@@ -47,9 +47,9 @@ class Batch:
         self.clock = Clock()
 
     @torch.inference_mode()
-    def decode(self, emit: Callable[[Committed], None]) -> None:
-        """From prompts to finished requests; `emit` is told of every commit."""
-        for b in self.prefill():
+    def decode(self, emit: Callable[[Committed | Progress], None]) -> None:
+        """From prompts to finished requests; `emit` is told of every commit and of every prefill chunk."""
+        for b in self.prefill(emit):
             emit(_first(self.sequences[b]))
         self._drop_finished()
         while self.sequences:
@@ -60,7 +60,7 @@ class Batch:
                 emit(_latest(sequence, count))
             self.clock.rounds.append((time.perf_counter() - began, sum(committed)))
 
-    def prefill(self) -> Iterator[int]:
+    def prefill(self, emit: Callable[[Progress], None] = lambda event: None) -> Iterator[int]:
         """Chunks of the prompts; yields a sequence when its first token is committed."""
         chunk = self.settings.prefill_chunk
         longest = max(len(s.prompt) for s in self.sequences)
@@ -70,6 +70,8 @@ class Batch:
             self._feed(out, parts, [len(part) for part in parts])
             if self.drafter:
                 self.drafter.fill(self.sequences)
+            lengths = [len(s.prompt) for s in self.sequences]
+            emit(Progress("prefill", sum(min(n, start + chunk) for n in lengths), sum(lengths)))
             ends = [b for b, s in enumerate(self.sequences) if start < len(s.prompt) <= start + chunk]
             if ends:
                 self._commit_first(out, parts, ends)

@@ -163,6 +163,9 @@ def test_events_tell_what_is_committed() -> None:
         assert [t for e in mine for t in e.tokens] == request["tokens"]
         assert [e.accepted for e in mine[1:]] == [r["accepted"] for r in request["rounds"]]
         assert [e.finish_reason for e in mine] == [None] * (len(mine) - 1) + ["length"]
+    prefills = [(e.done, e.total) for e in events if isinstance(e, Progress) and e.stage == "prefill"]
+    first, rest = sum(map(len, PROMPTS[:2])), sum(map(len, PROMPTS[2:]))
+    assert prefills == [(first, first), (rest, rest)]  # a batch of two, then one of one, in a chunk each
     loads = [e for e in events if isinstance(e, Progress) and e.stage == "load"]
     assert loads[-1].done >= loads[-1].total > 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lockstep.cli.inputs import Prompt
     from lockstep.engine.compare import Outcome, Plan
     from lockstep.engine.prompts import Tokenizer
+    from lockstep.engine.store import Store
     from lockstep.models.checkpoint import Checkpoint
 
 NUM_BUILTIN = 16
@@ -44,6 +45,8 @@ def command(
     num_layers: options.NumLayers = None,
     weights: options.Weights = "auto",
     expert_kernel: options.ExpertKernel = "auto",
+    comm: options.Comm = "torch",
+    comm_algorithm: options.CommAlgorithm = "auto",
     timeout: options.Timeout = 60.0,
     out: options.Out = Path("lockstep-comparison"),
     resume: options.Resume = False,
@@ -59,11 +62,13 @@ def command(
     from lockstep.engine.prompts import Tokenizer
     from lockstep.engine.store import Store
 
-    if world.rank_of_launcher() is not None:
-        raise UsageError("compare starts its own ranks: call it without torchrun or deepspeed")
     names = _listed("--strategies", strategies)
     ranks, drafts = _numbers("--tp", tp, 1, 1024), _numbers("--draft-tokens", draft_tokens, 0, MAX_DRAFT_TOKENS)
     cells, judge = grid(names, ranks, drafts, reference)
+    num_ranks = launch.ranks(max(cell.tp for cell in cells))
+    wiring = launch.wiring(comm, comm_algorithm, log=False, check=False)
+    if comm == "mpi" and launch.alone():
+        raise UsageError("--comm mpi needs ranks that an mpiexec has started: lockstep launch --launcher mpi -- ...")
     job = Job(
         model=str(model_folder(model)),
         prompts=(),
@@ -83,25 +88,35 @@ def command(
     tokenizer = Tokenizer.load(checkpoint.folder)
     given = _prompts(checkpoint, tokenizer, prompts, num_prompts, chat=chat)
     checkpoint.tensors()  # a damaged file is found here, not in the first ranks
-    chosen = launch.device(device, 1)
+    chosen = launch.device(device, 1 if launch.alone() else num_ranks)
     job = replace(job, prompts=tuple(p.ids for p in given), device=chosen)
-    plan = Plan(job, cells, judge, checkpoint.config, repeat, trace, timeout, _devices(chosen))
-    outcomes = _run(plan, Store(out, resume=resume))
-    raise typer.Exit(_report(model, plan, outcomes, given, tokenizer, out))
+    plan = Plan(job, cells, judge, checkpoint.config, repeat, trace, timeout, _devices(chosen), wiring)
+    outcomes = _run(plan, Store(out, resume=resume) if launch.is_root() else None, num_ranks)
+    if outcomes is not None:
+        raise typer.Exit(_report(model, plan, outcomes, given, tokenizer, out))
 
 
-def _run(plan: Plan, store: Any) -> list[Outcome]:
+def _run(plan: Plan, store: Store | None, num_ranks: int) -> list[Outcome] | None:
+    """None on a launcher's ranks other than the first, which have no store either."""
     from rich.console import Console
 
+    from lockstep.cli import launch
     from lockstep.cli.progress import Steps
-    from lockstep.engine.compare import compare
+    from lockstep.engine.compare import compare, compare_here
 
     err = Console(stderr=True, highlight=False)
     steps = Steps(err)
     try:
-        return compare(plan, store, on_step=steps.begin, on_event=lambda rank, event: steps.tick())
+        if store and (launch.alone() or num_ranks == 1):
+            return compare(plan, store, on_step=steps.begin, on_event=steps.on_event)
+        timeout_s, device = plan.timeout_s, plan.job.device
+        found: list[Outcome] | None = launch.start(
+            compare_here, (plan, store), num_ranks, device, timeout_s, steps.on_event, plan.wiring
+        )
+        return found
     except KeyboardInterrupt:
-        err.print(f"interrupted: what has finished is in {store.folder}; go on with --resume", soft_wrap=True)
+        if store:
+            err.print(f"interrupted: what has finished is in {store.folder}; go on with --resume", soft_wrap=True)
         raise
     finally:
         steps.close()
@@ -142,7 +157,7 @@ def _prompts(
 
 
 def _devices(device: str) -> int | None:
-    if device != "cuda":
+    if device != "cuda" or world.rank_of_launcher() is not None:
         return None
     import torch
 

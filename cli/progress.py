@@ -27,8 +27,11 @@ class Steps:
             self._bar.start()
         self._bar.update(self._task, completed=step.number, description=text, refresh=True)
 
-    def tick(self) -> None:
-        if self._bar is not None:
+    def on_event(self, rank: int, event: object) -> None:
+        """A step, or a sign of life within one."""
+        if isinstance(event, Step):
+            self.begin(event)
+        elif self._bar is not None:
             self._bar.refresh()
 
     def close(self) -> None:

@@ -64,7 +64,7 @@ def open_deepspeed(
         _shared_file(rank).unlink(missing_ok=True)
     log = _log(comm, rank) if wiring.comm_log else None
     algorithm = "native" if shared else wiring.algorithm
-    return CallsWire(calls, name, rank, size, algorithm, ends_itself=not shared, on_close=log)
+    return CallsWire(calls, name, rank, size, algorithm, timeout=timeout, ends_itself=not shared, on_close=log)
 
 
 def _import() -> tuple[Any, Any]:
@@ -81,13 +81,13 @@ def _import() -> tuple[Any, Any]:
 
 
 def _shared_memory_all_reduce(comm: Any) -> Callable[[Tensor], Any]:
-    """float32 through shared memory, the rest through the group: the operator ignores types that it does not know."""
+    """float32 of all ranks through shared memory, the rest through the group: the operator ignores other types."""
 
-    def all_reduce(tensor: Tensor) -> None:
-        if tensor.dtype is torch.float32:
+    def all_reduce(tensor: Tensor, group: Any = None) -> None:
+        if tensor.dtype is torch.float32 and group is None:
             comm.inference_all_reduce(tensor)
         else:
-            comm.all_reduce(tensor)
+            comm.all_reduce(tensor, group=group)
 
     return all_reduce
 

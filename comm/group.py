@@ -6,6 +6,7 @@ T tokens, P ranks, c = ceil(T / P), W features.
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Iterable
 
 import torch
@@ -24,10 +25,14 @@ from lockstep.comm.wiring import Wiring
 
 
 class Group:
-    """One rank's view of the ranks that share a model. With `transport` None it is the only rank."""
+    """One rank's view of the ranks that share a model. With `transport` None it is the only rank.
+
+    `hosts` is where each rank runs, by name.
+    """
 
     def __init__(self, rank: int, size: int, device: torch.device, transport: Transport | None) -> None:
         self.rank, self.size, self.device, self.transport = rank, size, device, transport
+        self.hosts: tuple[str, ...] = (socket.gethostname(),) * size
         self.ledger = Ledger()
         self.timeline: Timeline | None = None
         self.decisions: Decisions | None = None
@@ -42,6 +47,11 @@ class Group:
     def local(cls, device: str | torch.device = "cpu") -> Group:
         """A group of one rank: conversions relabel, nothing is sent."""
         return cls(0, 1, torch.device(device), None)
+
+    @property
+    def wire(self) -> str | None:
+        """What moves bytes here, such as "gloo"; None where nothing moves."""
+        return self.transport.wire.name if self.transport else None
 
     def close(self) -> None:
         if self.transport:

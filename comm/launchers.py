@@ -238,11 +238,11 @@ def _loopback() -> dict[str, str]:
 
 
 def ranks_of(arguments: Sequence[str]) -> int:
-    """The --tp of a command's arguments."""
-    given = option(arguments, "--tp")
-    if given is None or not given.isdecimal() or int(given) < 1:
+    """The --tp of a command's arguments; of several, as `compare` takes, the largest."""
+    counts = (option(arguments, "--tp") or "").split(",")
+    if not all(count.strip().isdecimal() and int(count) for count in counts):
         raise UsageError("the command to launch needs --tp P, the number of ranks to start")
-    return int(given)
+    return max(map(int, counts))
 
 
 def option(arguments: Sequence[str], name: str) -> str | None:

@@ -6,6 +6,9 @@ bfloat16, and Open MPI adds it as if it were something else.
 
 from __future__ import annotations
 
+import copy
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +17,7 @@ from torch import Tensor
 from lockstep.comm.algorithms import sum_in_order
 from lockstep.comm.errors import UsageError
 
+IDLE_S = 0.001
 SUMMED_BY_MPI = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 
@@ -73,6 +77,20 @@ class MpiWire:
 
     def barrier(self) -> None:
         self._world.Barrier()
+
+    def wait_for_root(self, tensor: Tensor) -> None:
+        request = self._world.Ibcast(_bytes(tensor))
+        while not request.Test():
+            time.sleep(IDLE_S)  # MPI itself would spin
+
+    def part(self, ranks: Sequence[int]) -> MpiWire | None:
+        inside = self._rank in ranks
+        world = self._world.Split(0 if inside else self._mpi.UNDEFINED, self._rank)
+        if not inside:
+            return None
+        part = copy.copy(self)
+        part._world, part._rank, part._size = world, ranks.index(self._rank), len(ranks)
+        return part
 
     def close(self) -> None:
         """MPI ends with the process."""

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from lockstep.comm.pulse import Pulse
+from lockstep.comm.pulse import IDLE, Pulse
 from lockstep.comm.supervise import PEER_LOST, is_stopped
 from lockstep.comm.transport import Transport
 
@@ -61,6 +61,7 @@ class Peers:
         self._alarm: int | None = None
         self._account = "lost a rank"
         cards = _exchange(transport)
+        self.hosts = tuple(str(card["host"]) for card in cards)
         self.others = [_peer(rank, card) for rank, card in enumerate(cards) if rank != transport.rank]
         transport.on_overdue, transport.is_peer_gone = self._leave, self._is_one_gone
 
@@ -143,7 +144,8 @@ class Peers:
         else:
             mine = self._transport.pulse.read().sequence
             for peer in by_state["alive"]:
-                if peer.pulse and peer.pulse.read().sequence < mine:
+                beat = peer.pulse.read() if peer.pulse else None
+                if beat and beat.sequence < mine and beat.stage != IDLE:
                     yield f"rank {peer.rank} is behind: {peer.where()}"
 
 

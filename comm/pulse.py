@@ -17,6 +17,7 @@ from dataclasses import dataclass
 PAGE = mmap.PAGESIZE
 WHERE = struct.Struct("@qqd?16s80s")  # round, sequence number, when, inside a collective, collective, boundary
 STAGE = struct.Struct("@q16s")  # round, stage
+IDLE = "idle"  # the stage of a rank that waits while others work
 STAGE_AT, HOST_AT, HOST_BYTES = 256, 320, 64
 
 
@@ -81,6 +82,11 @@ class Pulse:
             if self._page[HOST_AT] == 0:
                 host = socket.gethostname().encode()[: HOST_BYTES - 1]
                 self._page[HOST_AT : HOST_AT + len(host)] = host
+
+    def restart(self) -> None:
+        """Count collectives from 0 again: ranks that have done different ones begin something together."""
+        self._sequence = 0
+        self._write(False)
 
     def enter(self, collective: str, boundary: str) -> None:
         self._sequence += 1

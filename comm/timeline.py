@@ -1,7 +1,7 @@
 """When things happened on one rank: collectives, and the spans of the engine that asks for them.
 
-Times are nanoseconds of the host's monotonic clock, which all ranks of a host share. Counting (comm/ledger.py) is
-always on; this is on only while someone has given the group a Timeline.
+Times are nanoseconds of the host's monotonic clock, which all ranks of a host share (comm/clock.py has the others).
+Counting (comm/ledger.py) is always on; this is on only while someone has given the group a Timeline.
 """
 
 from __future__ import annotations

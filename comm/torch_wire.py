@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,10 @@ from lockstep.comm.algorithms import EXCHANGE_UP_TO, copies, exchange_up_to, sum
 
 @dataclass(frozen=True)
 class Calls:
-    """The functions of a default process group. `all_gather` and `reduce_scatter` take (out, tensor)."""
+    """The functions of a process group, the default one unless they are given a `group`.
+
+    `all_gather` and `reduce_scatter` take (out, tensor).
+    """
 
     all_reduce: Callable[[Tensor], Any]
     all_gather: Callable[[Tensor, Tensor], Any]
@@ -25,6 +29,9 @@ class Calls:
     gather: Callable[[Tensor, list[Tensor] | None], Any]
     broadcast: Callable[[Tensor, int], Any]
     barrier: Callable[[], Any]
+
+    def within(self, group: Any) -> Calls:
+        return Calls(**{name: partial(call, group=group) for name, call in vars(self).items()})
 
 
 TORCH = Calls(
@@ -53,10 +60,11 @@ class CallsWire:
         size: int,
         algorithm: str,
         *,
+        timeout: datetime.timedelta | None = None,
         ends_itself: bool = True,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        self.name, self.ends_itself = name, ends_itself
+        self.name, self.ends_itself, self._timeout, self._algorithm = name, ends_itself, timeout, algorithm
         self._calls, self._rank, self._size, self._on_close = calls, rank, size, on_close
         self._up_to = {
             collective: {"native": -1, "exchange": 1 << 62}.get(algorithm, exchange_up_to(collective, size))
@@ -104,6 +112,16 @@ class CallsWire:
     def barrier(self) -> None:
         self._calls.barrier()
 
+    def wait_for_root(self, tensor: Tensor) -> None:
+        self.broadcast(tensor)  # gloo sleeps
+
+    def part(self, ranks: Sequence[int]) -> CallsWire | None:
+        group = dist.new_group(list(ranks), timeout=self._timeout)
+        if self._rank not in ranks:
+            return None
+        calls = self._calls.within(group)
+        return CallsWire(calls, self.name, ranks.index(self._rank), len(ranks), self._algorithm)
+
     def close(self) -> None:
         if self._on_close:
             self._on_close()
@@ -140,4 +158,4 @@ def open_torch(
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    return CallsWire(TORCH, backend_of(device), rank, size, algorithm)
+    return CallsWire(TORCH, backend_of(device), rank, size, algorithm, timeout=timeout)

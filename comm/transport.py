@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -9,7 +10,7 @@ import threading
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,10 +28,22 @@ HOPELESS_S = 0.5  # a collective that is not done this long after a rank has end
 
 
 class Transport:
-    """The collectives that a Group calls. `at` is the boundary, for messages only."""
+    """The collectives that a Group calls. `at` is the boundary, for messages only.
+
+    `watched`: another Transport of this rank already watches the same heartbeat.
+    """
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, wire: Wire, pulse: Pulse, timeout_s: float, check: bool
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        wire: Wire,
+        pulse: Pulse,
+        timeout_s: float,
+        check: bool,
+        *,
+        watched: bool = False,
     ) -> None:
         self.rank, self.size, self.wire, self.pulse, self.timeout_s = rank, size, wire, pulse, timeout_s
         self.on_overdue: Callable[[str], None] = _leave
@@ -38,7 +51,7 @@ class Transport:
         self.device = device
         self.timeline: Timeline | None = None
         self._check, self._tokens = check, 0
-        self._watch = None if wire.ends_itself else Watch(self)
+        self._watch = None if wire.ends_itself or watched else Watch(self)
 
     def all_reduce(self, tensor: Tensor, at: str) -> None:
         """Sum over ranks, in place."""
@@ -68,6 +81,26 @@ class Transport:
     def barrier(self, at: str) -> None:
         self._call("barrier", at, None, None, self.wire.barrier)
 
+    def wait_for_root(self, tensor: Tensor, at: str) -> None:
+        """A `broadcast` that may come late, if within the deadline. Unchecked: who waits is in step with nobody."""
+        self.pulse.enter("broadcast", at)
+        self.tell_waiting(tensor, at)
+        self.pulse.leave()
+
+    def tell_waiting(self, tensor: Tensor, at: str) -> None:
+        """Rank 0's side of `wait_for_root`, from the midst of other work: its heartbeat stays where that is."""
+        with self._loss_told("broadcast", at):
+            self.wire.wait_for_root(tensor)
+
+    def part(self, ranks: Sequence[int]) -> Transport | None:
+        """The collectives of these ranks alone, rank 0 among them; None on the others. All ranks call this."""
+        wire = self.wire.part(ranks)
+        if wire is None:
+            return None
+        # In messages this rank keeps its number.
+        settings = self.pulse, self.timeout_s, self._check
+        return Transport(self.rank, len(ranks), self.device, wire, *settings, watched=True)
+
     def mark(self, stage: str, round: int | None, tokens: Iterable[int]) -> None:
         """What comes next, for the heartbeat and the check: Group.mark."""
         self.pulse.mark(stage, round)
@@ -89,19 +122,24 @@ class Transport:
         *args: Any,
     ) -> Result:
         self.pulse.enter(name, at)
-        try:
+        with self._loss_told(name, at):
             if self._check:
                 self._agree(name, at, tensor, counts)
             begin = self.timeline.now() if self.timeline else None
             result = function(*args)
             if self.timeline and begin is not None:
                 self.timeline.add(COLLECTIVE, f"{at} {name}", begin)
+        self.pulse.leave()
+        return result
+
+    @contextlib.contextmanager
+    def _loss_told(self, name: str, at: str) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             if self.wire.is_loss(error):
                 raise PeerLost(f"{name} at {at} on rank {self.rank} failed: {error}") from error
             raise
-        self.pulse.leave()
-        return result
 
     def _agree(self, name: str, at: str, tensor: Tensor | None, counts: tuple[list[int], list[int]] | None) -> None:
         """Raise Disagreement unless every rank is about to do the same collective on values of the same kind.

@@ -6,6 +6,7 @@ A wire knows nothing of layouts, boundaries or deadlines. Tensors are contiguous
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -40,6 +41,12 @@ class Wire(Protocol):
         """Rank 0's `tensor`, everywhere, in place."""
 
     def barrier(self) -> None: ...
+
+    def wait_for_root(self, tensor: Tensor) -> None:
+        """A `broadcast` for which ranks may wait long: they leave the processor to others."""
+
+    def part(self, ranks: Sequence[int]) -> Wire | None:
+        """The wire of these ranks alone, rank 0 among them; None on the others. All ranks call this."""
 
     def close(self) -> None:
         """Leave the group. Waits for nobody."""

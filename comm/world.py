@@ -171,6 +171,7 @@ def _meet(group: Group) -> Peers | None:
 
     peers = Peers(group.transport)
     peers.answer_sigterm()
+    group.hosts = peers.hosts
     return peers
 
 

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.comm import world
 from lockstep.comm.errors import UsageError
+from lockstep.comm.wiring import Wiring
 from lockstep.engine.grid import Cell, refusal
 from lockstep.engine.requests import Job
 from lockstep.engine.store import Store, describe
 from lockstep.models.config import Config
+
+if TYPE_CHECKING:
+    from lockstep.comm.group import Group
 
 Result = dict[str, Any]
 
@@ -26,7 +30,10 @@ Launch = Callable[..., Any]  # world.run, or what stands for it in a test
 
 @dataclass(frozen=True)
 class Plan:
-    """`job` has what all cells share. `num_devices`: how many ranks the host's devices allow; None is any number."""
+    """`job` has what all cells share. `num_devices`: how many ranks the host's devices allow; None is any number.
+
+    `hosts`: where the ranks of a launcher are; () where each step has ranks of its own, on this host.
+    """
 
     job: Job
     cells: Sequence[Cell]
@@ -36,6 +43,8 @@ class Plan:
     trace: bool = False
     timeout_s: float = 60.0
     num_devices: int | None = None
+    wiring: Wiring = field(default_factory=Wiring)
+    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -69,8 +78,12 @@ def compare(
     launch: Launch = world.run,
     on_step: Callable[[Step], None] = lambda step: None,
     on_event: Callable[[int, Any], None] | None = None,
+    isolated: bool = True,
 ) -> list[Outcome]:
-    """Run and judge every cell; `on_event` hears the ranks. Raises UsageError where the reference itself cannot run."""
+    """Run and judge every cell; `on_event` hears the ranks. Raises UsageError where the reference itself cannot run.
+
+    `isolated`: whether a step that fails leaves the next one's ranks alone. Else its error ends the comparison.
+    """
     outcomes = [Outcome(cell, runs=[]) for cell in plan.cells]
     for outcome in outcomes:
         why = refusal(outcome.cell, plan.config, plan.job, plan.num_devices)
@@ -78,7 +91,8 @@ def compare(
             raise UsageError(f"the reference {outcome.cell.label} cannot run: {why}")
         if why:
             outcome.fail("refused", why)
-    work = _Work(plan, store, partial(launch, on_event=on_event), on_step, sum(o.status == "ok" for o in outcomes))
+    launch = partial(launch, on_event=on_event)
+    work = _Work(plan, store, launch, on_step, sum(o.status == "ok" for o in outcomes), isolated)
     for repetition in range(plan.repeat + 1):
         for outcome in outcomes:
             if outcome.status == "ok":
@@ -90,23 +104,48 @@ def compare(
     return outcomes
 
 
+def compare_here(group: Group, emit: Callable[[Any], None], plan: Plan, store: Store | None) -> list[Outcome] | None:
+    """The same on the ranks of a launcher, which all call this. Rank 0 has the store, and the outcomes.
+
+    It emits each Step, and what the steps emit.
+    """
+    from lockstep.comm.crew import Crew
+
+    crew = Crew(group)
+    if store is None:
+        crew.serve()
+        return None
+    plan = replace(plan, hosts=group.hosts)
+    with crew:
+        return compare(
+            plan, store, launch=crew.call, on_step=emit, on_event=lambda rank, event: emit(event), isolated=False
+        )
+
+
 class _Work:
     """The steps of a comparison, each launched or taken from the store."""
 
     def __init__(
-        self, plan: Plan, store: Store, launch: Launch, on_step: Callable[[Step], None], num_cells: int
+        self,
+        plan: Plan,
+        store: Store,
+        launch: Launch,
+        on_step: Callable[[Step], None],
+        num_cells: int,
+        isolated: bool,
     ) -> None:
         self._plan, self._store, self._launch, self._on_step = plan, store, launch, on_step
+        self._isolated = isolated
         self._done, self._total = 0, num_cells * (plan.repeat + 2)
 
     def attempt(self, outcome: Outcome, step: Callable[[], None]) -> None:
         """A step that fails ends its cell and nothing else."""
         try:
             step()
-        except world.RankFailed as error:
-            outcome.fail("failed", str(error))
-        except UsageError as error:
-            outcome.fail("refused", str(error))
+        except (world.RankFailed, UsageError) as error:
+            if not self._isolated:
+                raise
+            outcome.fail("refused" if isinstance(error, UsageError) else "failed", str(error))
         self._done += 1
 
     def run(self, outcome: Outcome, repetition: int) -> None:
@@ -115,7 +154,7 @@ class _Work:
         cell, counted = outcome.cell, repetition == 0
         job = cell.job(self._plan.job)
         trace = self._plan.trace and counted
-        description = describe(job, counted=counted, trace=trace)
+        description = self._describe(job, counted=counted, trace=trace)
         name = f"{cell.label}.{repetition}"
         self._tell(f"run {repetition} of {self._plan.repeat}" if repetition else "counted run", cell)
         result = self._store.get(name, description)
@@ -132,7 +171,8 @@ class _Work:
         assert outcome.runs and reference.runs
         mine, theirs = outcome.runs[0], reference.runs[0]
         job = outcome.cell.job(self._plan.job)
-        description = describe(job, tokens=mine["tokens"], reference=theirs["tokens"], requests=mine["requests"])
+        runs = {"tokens": mine["tokens"], "reference": theirs["tokens"], "requests": mine["requests"]}
+        description = self._describe(job, **runs)
         self._tell("verdict", outcome.cell)
         judgement = self._store.get(f"{outcome.cell.label}.verdict", description)
         if judgement is None:
@@ -140,9 +180,15 @@ class _Work:
             self._store.put(f"{outcome.cell.label}.verdict", description, judgement)
         outcome.judgement = judgement
 
+    def _describe(self, job: Job, **more: Any) -> dict[str, Any]:
+        """With where its ranks are and how they talk, if there are several."""
+        where = {"wiring": asdict(self._plan.wiring), "hosts": self._plan.hosts} if job.tp > 1 else {}
+        return describe(job, **more, **where)
+
     def _launch_ranks(self, target: Callable[..., Any], task: Any) -> Any:
         job: Job = task.job
-        return self._launch(target, job.tp, args=(task,), timeout_s=self._plan.timeout_s, device=job.device)
+        where = {"timeout_s": self._plan.timeout_s, "device": job.device, "wiring": self._plan.wiring}
+        return self._launch(target, job.tp, args=(task,), **where)
 
     def _tell(self, what: str, cell: Cell) -> None:
         self._on_step(Step(self._done, self._total, what, cell.label))

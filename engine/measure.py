@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.comm import clock
 from lockstep.comm.decisions import Decisions
 from lockstep.comm.group import Group
 from lockstep.comm.timeline import COLLECTIVE, Timeline
@@ -53,7 +54,7 @@ def measure(group: Group, emit: Emit, task: Task) -> dict[str, Any]:
     memory = Memory(group.device)
     model = load_for(job, checkpoint, group, tell)
     settings = settings_of(job, checkpoint, group)
-    _warm_up(job, checkpoint, model.model, settings)
+    _warm_up(job, checkpoint, model.model, settings, tell)
     group.ledger.clear()
     group.ledger.enabled = task.counted
     group.decisions = Decisions() if task.counted else None
@@ -83,14 +84,18 @@ def measure(group: Group, emit: Emit, task: Task) -> dict[str, Any]:
         return result
     assert timeline is not None and group.decisions is not None
     spans = _on_root(group, timeline.times())
+    ahead = clock.offsets(group)
     own = torch.tensor([[whole, sum(c.prefill for c in clocks), sum(s for c in clocks for s, _ in c.rounds)]])
     wholes = _on_root(group, own.double())
     if group.rank:
         return {}
-    assert peaks is not None and spans is not None and wholes is not None
+    assert peaks is not None and spans is not None and wholes is not None and ahead is not None
+    spans = [own - by for own, by in zip(spans, ahead, strict=True)]
     collective = [s.kind == COLLECTIVE for s in timeline.spans]
     return result | {
         "effective": effective(job, checkpoint, settings) | {"weights": model.weights},
+        "hosts": list(group.hosts),
+        "wire": group.wire,
         "requests": [_request(s) for s in sequences],
         "acceptance": acceptance(sequences, job.draft_tokens),
         "ledger": group.ledger.rows(),
@@ -132,10 +137,10 @@ class Log:
         return [decisions.own[a:b] for a, b in zip([0, *self._ends], self._ends, strict=False)]
 
 
-def _warm_up(job: Job, checkpoint: Any, model: Any, settings: Any) -> None:
+def _warm_up(job: Job, checkpoint: Any, model: Any, settings: Any, tell: Emit) -> None:
     """First use costs once: memory, thread pools, connections between ranks."""
     few = replace(job, prompts=job.prompts[: job.batch], max_new_tokens=min(WARM_UP_TOKENS, job.max_new_tokens))
-    decode(few, model, settings, sequences_of(few, checkpoint), _silent)
+    decode(few, model, settings, sequences_of(few, checkpoint), tell)
 
 
 def _on_root(group: Group, values: Tensor) -> list[Tensor] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import resource
 from pathlib import Path
 
@@ -10,13 +12,20 @@ import torch
 
 
 class Memory:
-    """Peak memory of this rank: the process's on a CPU, the allocator's on a GPU. `start` is what it had before."""
+    """Peak memory of this rank: the process's on a CPU, the allocator's on a GPU. `start` is what it had before.
+
+    What an earlier run of this process has freed is given back first, or this one would seem to need less.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        gc.collect()
         if device.type == "cuda":
+            torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)
         else:
+            with contextlib.suppress(OSError, AttributeError):  # not glibc
+                ctypes.CDLL(None).malloc_trim(0)
             _reset_peak()
         self.start = self.peak()
 

@@ -62,7 +62,8 @@ def build(plan: Plan, outcomes: Sequence[Outcome], texts: Texts) -> dict[str, An
         "machine": {"system": platform.system(), "processor": _processor(), "cores": os.cpu_count()},
         "model": texts.model,
         "settings": {name: getattr(job, name) for name in fields}
-        | {"prompts": len(job.prompts), "repeat": plan.repeat, "dtype": _dtype(outcomes, job.dtype)},
+        | {"prompts": len(job.prompts), "repeat": plan.repeat, "dtype": _dtype(outcomes, job.dtype)}
+        | {"comm": plan.wiring.comm, "comm_algorithm": plan.wiring.algorithm},
         "reference": plan.reference.label,
         "rows": [_row(outcome, reference, texts, job.prompts) for outcome in outcomes],
         "exit_code": exit_code(outcomes),
@@ -95,6 +96,8 @@ def _row(outcome: Outcome, reference: Outcome, texts: Texts, prompts: Sequence[t
     counted = outcome.runs[0]
     row |= {
         "effective": counted["effective"],
+        "hosts": counted["hosts"],
+        "wire": counted["wire"],
         "speed": {name: _speed(outcome, reference, value) for name, value in SPEEDS.items()},
         "latency": _latency(outcome.runs),
         "tokens": sum(map(len, counted["tokens"])),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lockstep.engine.verdict import IDENTICAL
@@ -119,5 +120,14 @@ def setting(document: Row) -> str:
     s = document["settings"]
     return (
         f"{document['model']}, {s['prompts']} prompts, up to {s['max_new_tokens']} new tokens, batch {s['batch']}, "
-        f"{s['dtype']} on {s['device']}, {s['repeat']} repetitions; reference {document['reference']}"
+        f"{s['dtype']} on {s['device']}{_between(document['rows'])}, {s['repeat']} repetitions; "
+        f"reference {document['reference']}"
     )
+
+
+def _between(rows: Sequence[Row]) -> str:
+    """What moved bytes, and between which hosts if there were several."""
+    wires = dict.fromkeys(row["wire"] for row in rows if row.get("wire"))
+    hosts = dict.fromkeys(host for row in rows for host in row.get("hosts", ()))
+    over = f", over {' and '.join(wires)}" if wires else ""
+    return over + (f" between {', '.join(hosts)}" if len(hosts) > 1 else "")

@@ -161,6 +161,8 @@ def test_options_are_frozen() -> None:
             ["--num-layers"],
             ["--weights"],
             ["--expert-kernel"],
+            ["--comm"],
+            ["--comm-algorithm"],
             ["--timeout"],
             ["--out"],
             ["--resume"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,11 @@ from runs import PROMPTS
 from lockstep.cli import app
 from lockstep.comm.errors import UsageError
 from lockstep.comm.strategy import CHOICES, resolve
+from lockstep.comm.wiring import Wiring
 from lockstep.engine import report
 from lockstep.engine.compare import Step, compare
 from lockstep.engine.grid import grid
+from lockstep.engine.requests import Job
 from lockstep.engine.stats import mcnemar, ratio_to
 from lockstep.engine.store import Store, describe
 
@@ -115,11 +117,15 @@ def test_what_has_finished_survives_an_interruption(ranks: Any, tmp_path: Path) 
 def test_another_job_is_another_result(compared: Any) -> None:
     plan, _, out, _ = compared
     store, cell = Store(out, resume=True), plan.cells[1]
+
+    def described(job: Job, wiring: Wiring = plan.wiring) -> dict[str, Any]:
+        return describe(job, counted=True, trace=True, wiring=asdict(wiring), hosts=())
+
     work = cell.job(plan.job)
-    assert store.get(f"{cell.label}.0", describe(work, counted=True, trace=True)) is not None
+    assert store.get(f"{cell.label}.0", described(work)) is not None
     others: list[dict[str, Any]] = [{"max_new_tokens": 9}, {"prompts": (*PROMPTS[:2], (1, 2))}, {"batch": 3}]
     for other in (replace(work, **fields) for fields in others):
-        assert store.get(f"{cell.label}.0", describe(other, counted=True, trace=True)) is None
+        assert store.get(f"{cell.label}.0", described(other)) is None
 
 
 def test_a_reference_that_cannot_run_is_bad_input(tmp_path: Path) -> None:

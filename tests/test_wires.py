@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lockstep.comm import algorithms
 from lockstep.comm.errors import Disagreement
@@ -163,3 +164,13 @@ def test_ranks_that_agree_are_not_held_up(ranks: Any) -> None:
 
 def _all_conversions(group: Group, emit: Any) -> list[str]:
     return conversions(group)
+
+
+def test_torch_s_own_debug_mode_changes_nothing() -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the group; once the wrapper lacked some collectives (CASES D16)."""
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        assert run(_all_conversions, 2, timeout_s=30) == []
+    finally:
+        dist.set_debug_level(before)

@@ -33,7 +33,7 @@ class Crew:
     def __init__(self, group: Group) -> None:
         self._group = group
         self._parts: dict[int, tuple[Transport | None, Transport | None]] = {}
-        self._told = 0.0
+        self._told, self._in_step = 0.0, False
 
     def call(
         self,
@@ -51,6 +51,7 @@ class Crew:
         The last three are world.run's; these ranks have met with them already.
         """
         assert size <= self._group.size
+        self._in_step = True
         waiting = self._begin(size, pickle.dumps((target, tuple(args))))
         self._told = time.monotonic()
 
@@ -64,6 +65,7 @@ class Crew:
         value = target(self._members(size), emit, *args)
         if waiting:
             waiting.wait_for_root(self._word(DONE), IDLE)
+        self._in_step = False
         return value
 
     def serve(self) -> None:
@@ -84,7 +86,7 @@ class Crew:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if kind is None:
+        if not self._in_step:  # else they are somewhere in it, and will see that rank 0 has gone
             self._transport().wait_for_root(self._word(DONE), IDLE)
 
     def _begin(self, size: int, work: bytes) -> Transport | None:

@@ -101,6 +101,21 @@ def test_a_launcher_s_ranks_are_what_the_largest_run_needs(
     assert says in capsys.readouterr().err
 
 
+def test_a_reference_that_cannot_run_ends_all_ranks_in_one_line(model: Path, prompts: Path, tmp_path: Path) -> None:
+    line = ["compare", str(model), *RUN, "--prompts", str(prompts), "--tp", "1,2", "--recycle", "pre-norm"]
+    line += ["--strategies", "sp-late:gather-norm", "--reference", "sp-late:gather-norm@2+2"]
+    ran = subprocess.run(
+        [sys.executable, "-m", "lockstep.cli", "launch", "--", *line, "--out", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=300,
+    )
+    assert ran.returncode != 0
+    said = [text for text in ran.stderr.splitlines() if text.startswith("lockstep:")]
+    assert len(said) == 1 and "the reference sp-late:gather-norm@2+2 cannot run: recycle = pre-norm" in said[0]
+
+
 def test_mpi_without_its_launcher_is_refused_before_anything_runs(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""Two hosts: network namespaces with a link, and with host names and process numbers of their own."""
+"""Ranks on two hosts: the same result as on one, a dead link ends both, and a slow one shows."""
 
 from __future__ import annotations
 
@@ -13,67 +13,12 @@ from typing import Any
 
 import checkpoints
 import pytest
-from test_launchers import RUN, environment, need
+from hosts import LINK, Hosts, ip
+from test_launchers import RUN, need
 
 from lockstep.cli import app
 
 pytestmark = pytest.mark.skipif("LOCKSTEP_MULTIHOST" not in os.environ, reason="make test-multihost, as root")
-LINK = "lockstep"
-
-
-class Hosts:
-    """host-0 at 10.77.9.1 and host-1 at 10.77.9.2, whose link is named as below in both."""
-
-    def __init__(self) -> None:
-        self.names = [f"lockstep-{os.getpid()}-{i}" for i in range(2)]
-
-    def __enter__(self) -> Hosts:
-        for name in self.names:
-            _ip("netns", "add", name)
-        ends = [["name", LINK, "netns", name] for name in self.names]
-        _ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
-        for i, name in enumerate(self.names):
-            _ip("-n", name, "addr", "add", f"10.77.9.{i + 1}/24", "dev", LINK)
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "set", LINK, "up")
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for name in self.names:
-            _ip("netns", "del", name)
-
-    def start(self, i: int, line: list[str], **more: str) -> subprocess.Popen[str]:
-        """Run `line` on host i. Killing what is returned kills all that it has started."""
-        alone = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        named = ["sh", "-c", f'hostname host-{i}; exec "$@"', "sh"]
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self.names[i], *alone, *named, *line],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(GLOO_SOCKET_IFNAME=LINK, **more),
-        )
-
-    def both(self, launcher: str, *command: str, timeout: float = 240, **more: str) -> list[tuple[int, str, str]]:
-        """Launch the command's two ranks, one on each host: exit code, output and errors of both."""
-        launch = [sys.executable, "-m", "lockstep.cli", "launch", "--launcher", launcher, "--nnodes", "2"]
-        meet = ["--master-addr", "10.77.9.1", "--master-port", "29511"]
-        lines = [[*launch, "--node-rank", str(i), *meet, "--", *command] for i in range(2)]
-        started = [self.start(i, line, **more) for i, line in enumerate(lines)]
-        try:
-            results = []
-            for process in started:
-                out, err = process.communicate(timeout=timeout)
-                results.append((process.returncode, out, err))
-            return results
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-
-
-def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +54,12 @@ def test_a_dead_link_ends_both_hosts_in_time_and_names_the_other(hosts: Hosts, m
     try:
         assert started[0].stdout
         started[0].stdout.read(8)  # the first tokens
-        _ip("-n", hosts.names[0], "link", "set", LINK, "down")
+        ip("-n", hosts.names[0], "link", "set", LINK, "down")
         cut = time.monotonic()
         results = [(*process.communicate(timeout=120), process.returncode) for process in started]
         took = time.monotonic() - cut
     finally:
-        _ip("-n", hosts.names[0], "link", "set", LINK, "up")
+        ip("-n", hosts.names[0], "link", "set", LINK, "up")
         for process in started:
             process.kill()
             process.wait()

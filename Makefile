@@ -12,8 +12,8 @@ demo: $(READY) # built-in problems, without and with sequence parallelism, witho
 
 test: $(READY)
 	$(VENV)/bin/python -m pytest
-test-multihost: $(READY) # two hosts, as network namespaces; as root, with iproute2
-	LOCKSTEP_MULTIHOST=1 $(VENV)/bin/python -m pytest tests/test_multihost.py
+test-multihost: $(READY) # two hosts, as network namespaces; as root, with iproute2, openssh-server and pdsh
+	LOCKSTEP_MULTIHOST=1 $(VENV)/bin/python -m pytest tests/test_multihost.py tests/test_ssh.py tests/test_slow_link.py
 
 lint: $(READY) # and three rules on who may import what
 	$(VENV)/bin/ruff check .

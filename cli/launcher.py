@@ -6,6 +6,7 @@ import ctypes
 import importlib.util
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,6 +50,10 @@ def command(
     missing = NEEDS.get(launcher)
     if missing and importlib.util.find_spec(missing) is None:
         raise UsageError(f"--launcher {launcher} needs {missing}; pip install 'lockstep-decode[{launcher}]'")
+    if plan.over_ssh and shutil.which("pdsh") is None:
+        raise UsageError(
+            "--launcher deepspeed needs pdsh to reach other hosts; install it, or run this on each, with --node-rank"
+        )
     raise typer.Exit(run(line))
 
 
@@ -59,14 +64,26 @@ def run(line: launchers.Command) -> int:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     environment = {k: v for k, v in os.environ.items() if k not in line.without} | line.environment
     sys.stdout.flush()
-    process = subprocess.Popen(line.argv, env=environment, start_new_session=True)
-    previous = {s: signal.signal(s, lambda number, frame: _forward(process, number)) for s in FORWARDED}
+    started: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        received.append(number)
+        for process in started:
+            _forward(process, number)
+
+    previous = {number: signal.signal(number, forward) for number in FORWARDED}
     try:
+        started.append(process := subprocess.Popen(line.argv, env=environment, start_new_session=True))
+        for number in received:  # before it was there
+            _forward(process, number)
         code = process.wait()
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
         _end_children()
+    if code and received:
+        return 128 + received[0]  # a launcher says 1
     return code if code >= 0 else 128 - code
 
 

@@ -9,6 +9,7 @@ import base64
 import json
 import os
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -21,6 +22,8 @@ from lockstep.comm.errors import UsageError
 LAUNCHERS = ("local", "torchrun", "deepspeed", "mpi")
 MODULE = "lockstep.cli"
 AGREED_PORT = 29500  # of a run on several hosts that are started apart, where none was given
+# What of this environment ranks on other hosts get, by its beginnings; deepspeed itself sends PYTHON* and little more.
+SENT = ("GLOO_", "NCCL_", "TORCH_", "OMP_", "MKL_", "KMP_", "DS_ACCELERATOR")
 HOSTFILE_LINE = re.compile(r"(\S+)\s+slots=([1-9]\d*)\s*(#.*)?$")
 
 
@@ -52,6 +55,12 @@ class Plan:
     node_rank: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
+
+    @property
+    def over_ssh(self) -> bool:
+        """Whether the launcher itself reaches the other hosts with pdsh, which needs no more than ssh there."""
+        apart = self.node_rank is not None or self.hosts.file is None
+        return self.launcher == "deepspeed" and not self.hosts.only_here and not apart
 
 
 @dataclass(frozen=True)
@@ -146,10 +155,34 @@ def _deepspeed(plan: Plan, devices: str | None) -> Command:
         node = ("--world_info", encoded, "--node_rank", str(_node_rank(plan)), "--master_addr", _master(plan))
         launch = (sys.executable, "-m", "deepspeed.launcher.launch", "--quiet", *node)
         return Command((*launch, "--master_port", str(_agreed(plan)), *module), _threads(), without)
-    apart = ("--no_ssh", "--node_rank", str(plan.node_rank))
-    hosts = ("--hostfile", str(plan.hosts.file), *(("--force_multi",) if plan.node_rank is None else apart))
+    hosts = (*runner, "--hostfile", str(plan.hosts.file))
     meet = ("--master_addr", _master(plan), "--master_port", str(_agreed(plan)))
-    return Command((*runner, *hosts, *meet, *module), _threads(), without)
+    if not plan.over_ssh:
+        apart = ("--no_ssh", "--node_rank", str(plan.node_rank))
+        return Command((*hosts, *apart, *meet, *module), _threads(), without)
+    # -N: pdsh puts no host's name before each line. --quiet is for what runs on each host; the runner does not send its
+    # own there, but takes what follows the two dashes for the script's name.
+    over_ssh = ("--force_multi", *meet, "--no_local_rank", "--no_python", "--launcher_args=-N", "--", "--quiet")
+    return Command((*hosts, *over_ssh, *_far(plan)), {}, without)
+
+
+def _far(plan: Plan) -> tuple[str, ...]:
+    """What each rank is, where deepspeed sends the words through pdsh and a shell: `env SETTINGS python -m ...`."""
+    for path in (sys.executable, os.getcwd()):
+        if "%" in path or shlex.quote(path) != path:  # the runner writes it as it is
+            raise UsageError(f"--launcher deepspeed cannot go to {path!r} on other hosts; use a path of plain letters")
+    sent = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(SENT)]
+    words = ("env", *sent, sys.executable, "-u", "-m", MODULE, *plan.arguments)
+    return tuple(_for_pdsh(word) for word in words)
+
+
+def _for_pdsh(word: str) -> str:
+    """`word` such that it is read as itself: pdsh replaces %h and the like, and then a shell splits the line.
+
+    The runner puts a word with a space into double quotes itself, and a backslash before each of its double quotes.
+    """
+    word = word.replace("%", "%%")
+    return re.sub(r"([\\$`])", r"\\\1", word) if " " in word else shlex.quote(word)
 
 
 def _mpi(plan: Plan) -> Command:

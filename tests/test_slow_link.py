@@ -1,0 +1,86 @@
+"""What a slow interconnect costs: the same work on two hosts, on a fast link and on one with a delay and a rate."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hosts import LINK, NETWORK, SLOW, Hosts
+
+pytestmark = pytest.mark.skipif("LOCKSTEP_MULTIHOST" not in os.environ, reason="make test-multihost, as root")
+ECHO = """
+import socket
+server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+server.bind(("{address}", 7))
+print("up", flush=True)
+while True:
+    server.sendto(*server.recvfrom(2000))
+"""
+PING = """
+import socket, time
+def seconds(size):
+    start = time.monotonic()
+    client.sendto(bytes(size), ("{address}", 7))
+    client.recv(2000)
+    return time.monotonic() - start
+client = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+client.settimeout(10)
+for size in (10, 1000):
+    print(min(seconds(size) for _ in range(10)))
+"""
+DELAY_S = 0.01
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[Hosts]:
+    with Hosts() as hosts:
+        yield hosts
+
+
+def test_the_slow_link_has_its_delay_and_its_rate(hosts: Hosts) -> None:
+    def there_and_back(bits_per_s: float) -> list[float]:
+        with hosts.slow_link(DELAY_S, bits_per_s):
+            address = f"{NETWORK[SLOW]}.2"
+            echo = hosts.start(1, [sys.executable, "-c", ECHO.format(address=address)])
+            try:
+                assert echo.stdout
+                assert echo.stdout.readline() == "up\n"
+                with hosts.start(0, [sys.executable, "-c", PING.format(address=address)]) as ping:
+                    out, err = ping.communicate(timeout=60)
+            finally:
+                echo.kill()
+                echo.communicate()
+        assert ping.returncode == 0, err
+        return [float(line) for line in out.split()]
+
+    small, large = there_and_back(1e9)
+    assert 2 * DELAY_S <= small < 10 * DELAY_S
+    assert 2 * DELAY_S <= large < 10 * DELAY_S
+    small, large = there_and_back(1e6)
+    assert large - small > 2 * 900 * 8 / 1e6
+
+
+def test_a_delay_shows_in_every_collective(hosts: Hosts, tmp_path: Path) -> None:
+    def rows(link: str) -> list[dict[str, Any]]:
+        file = tmp_path / f"{link}.json"
+        bench = ["comm-bench", "--tp", "2", "--sizes", "1024", "--calls", "10", "--json", str(file)]
+        results = hosts.both("torchrun", *bench, link=link)
+        assert [code for code, _, _ in results] == [0, 0], results
+        found: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
+        return found
+
+    fast = rows(LINK)
+    with hosts.slow_link(DELAY_S):
+        slow = rows(SLOW)
+    for before, after in zip(fast, slow, strict=True):
+        print(
+            f"{before['collective']:14} {before['algorithm']:8} {before['bytes']:5} B:",
+            f"{before['min_us'] / 1e3:5.1f} ms, on the slow link {after['min_us'] / 1e3:5.1f} ms",
+        )
+        assert after["min_us"] > 1e6 * DELAY_S  # in each of them both ranks need something of the other
+        assert after["min_us"] > before["min_us"]

@@ -156,7 +156,9 @@ def _deepspeed(plan: Plan, devices: str | None) -> Command:
         launch = (sys.executable, "-m", "deepspeed.launcher.launch", "--quiet", *node)
         return Command((*launch, "--master_port", str(_agreed(plan)), *module), _threads(), without)
     hosts = (*runner, "--hostfile", str(plan.hosts.file))
-    meet = ("--master_addr", _master(plan), "--master_port", str(_agreed(plan)))
+    alone = plan.over_ssh and _master(plan) == socket.gethostname()  # nobody else has to know the port beforehand
+    agreed = plan.master_port or (free_port() if alone else AGREED_PORT)
+    meet = ("--master_addr", _master(plan), "--master_port", str(agreed))
     if not plan.over_ssh:
         apart = ("--no_ssh", "--node_rank", str(plan.node_rank))
         return Command((*hosts, *apart, *meet, *module), _threads(), without)

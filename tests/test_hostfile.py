@@ -71,6 +71,16 @@ def test_settings_of_this_host_reach_the_ranks(hostfile: Path, monkeypatch: pyte
     assert not [setting for setting in settings if setting.startswith(("CUDA_", "HOME"))]
 
 
+def test_two_runs_from_their_first_host_get_two_ports(hostfile: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def port() -> str:
+        argv = command(Plan("deepspeed", 2, (), hosts_of(2, hostfile, None))).argv
+        return argv[argv.index("--master_port") + 1]
+
+    assert port() == port() == "29500"
+    monkeypatch.setattr("socket.gethostname", lambda: "host-0")
+    assert len({port(), port(), "29500"}) == 3
+
+
 def test_a_folder_that_no_shell_would_find_is_refused(
     hostfile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ client.settimeout(10)
 for size in (10, 1000):
     print(min(seconds(size) for _ in range(10)))
 """
-DELAY_S = 0.01
+DELAY_S, BITS_PER_S = 0.01, 80e6
 
 
 @pytest.fixture(scope="module")
@@ -65,22 +65,23 @@ def test_the_slow_link_has_its_delay_and_its_rate(hosts: Hosts) -> None:
     assert large - small > 2 * 900 * 8 / 1e6
 
 
-def test_a_delay_shows_in_every_collective(hosts: Hosts, tmp_path: Path) -> None:
+def test_delay_and_rate_show_in_every_collective(hosts: Hosts, tmp_path: Path) -> None:
     def rows(link: str) -> list[dict[str, Any]]:
         file = tmp_path / f"{link}.json"
-        bench = ["comm-bench", "--tp", "2", "--sizes", "1024", "--calls", "10", "--json", str(file)]
+        bench = ["comm-bench", "--tp", "2", "--collectives", "all-reduce,reduce-scatter,all-gather,all-to-all"]
+        bench += ["--sizes", "1024,400000", "--calls", "5", "--json", str(file)]
         results = hosts.both("torchrun", *bench, link=link)
         assert [code for code, _, _ in results] == [0, 0], results
         found: list[dict[str, Any]] = json.loads(file.read_text())["rows"]
         return found
 
     fast = rows(LINK)
-    with hosts.slow_link(DELAY_S):
+    with hosts.slow_link(DELAY_S, BITS_PER_S):
         slow = rows(SLOW)
     for before, after in zip(fast, slow, strict=True):
         print(
-            f"{before['collective']:14} {before['algorithm']:8} {before['bytes']:5} B:",
-            f"{before['min_us'] / 1e3:5.1f} ms, on the slow link {after['min_us'] / 1e3:5.1f} ms",
+            f"{before['collective']:14} {before['algorithm']:8} {before['bytes']:7} B:",
+            f"{before['min_us'] / 1e3:6.1f} ms, on the slow link {after['min_us'] / 1e3:6.1f} ms",
         )
-        assert after["min_us"] > 1e6 * DELAY_S  # in each of them both ranks need something of the other
-        assert after["min_us"] > before["min_us"]
+        # Each rank needs half of the bytes from the other.
+        assert after["min_us"] > 1e6 * (DELAY_S + 8 * after["bytes"] / 2 / BITS_PER_S) > before["min_us"]

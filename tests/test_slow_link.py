@@ -9,8 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import checkpoints
 import pytest
 from hosts import LINK, NETWORK, SLOW, Hosts
+
+from lockstep.cli import app
 
 pytestmark = pytest.mark.skipif("LOCKSTEP_MULTIHOST" not in os.environ, reason="make test-multihost, as root")
 ECHO = """
@@ -33,7 +36,7 @@ client.settimeout(10)
 for size in (10, 1000):
     print(min(seconds(size) for _ in range(10)))
 """
-DELAY_S, BITS_PER_S = 0.01, 80e6
+DELAY_S, BITS_PER_S = 0.005, 80e6
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +88,43 @@ def test_delay_and_rate_show_in_every_collective(hosts: Hosts, tmp_path: Path) -
         )
         # Each rank needs half of the bytes from the other.
         assert after["min_us"] > 1e6 * (DELAY_S + 8 * after["bytes"] / 2 / BITS_PER_S) > before["min_us"]
+
+
+def test_compare_shows_what_a_slow_link_costs(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt_ids": [5, 7, 9]}\n')
+    command = ["compare", str(checkpoints.cached("deepseek_v3")), "--prompts", str(tmp_path / "prompts.jsonl")]
+    command += ["--tp", "1,2", "--draft-tokens", "0", "--repeat", "1", "--max-new-tokens", "4", "--ignore-eos"]
+
+    def rows(name: str, link: str) -> dict[str, dict[str, Any]]:
+        results = hosts.both("torchrun", *command, "--out", str(tmp_path / name), link=link)
+        assert [code for code, _, _ in results] == [0, 0], results
+        return {row["label"]: row for row in json.loads((tmp_path / name / "report.json").read_text())["rows"]}
+
+    before = rows("before", LINK)
+    with hosts.slow_link(DELAY_S, BITS_PER_S):
+        after = rows("after", SLOW)
+    assert app.main(["report", *(str(tmp_path / name / "report.json") for name in ("before", "after"))]) == 0
+    assert [row["label"] for row in after.values() if row["tp"] == 2] == ["tp@2+0", "sp-late@2+0"]
+    for label, row in after.items():
+        assert row["verdict"] == before[label]["verdict"] == "identical"
+        assert moved(row) == moved(before[label])
+        if row["tp"] == 2:
+            assert row["hosts"] == ["host-0", "host-1"]
+            assert in_collectives(row) > max(in_collectives(before[label]), DELAY_S * calls(row))
+            assert tokens_per_s(row) < tokens_per_s(before[label])
+
+
+def moved(row: dict[str, Any]) -> list[tuple[str, str, int, int]]:
+    return [(c["boundary"], c["collective"], c["calls"], c["bytes"]) for c in row["collectives"]]
+
+
+def calls(row: dict[str, Any]) -> int:
+    return sum(c["calls"] for c in row["collectives"])
+
+
+def in_collectives(row: dict[str, Any]) -> float:
+    return float(sum(c["transfer_s"] + c["wait_s"] for c in row["collectives"]))
+
+
+def tokens_per_s(row: dict[str, Any]) -> float:
+    return float(row["speed"]["tokens_per_s"]["median"])

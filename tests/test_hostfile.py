@@ -103,7 +103,7 @@ def test_without_pdsh_it_says_so(
 
 
 def test_ctrl_c_is_130_whatever_the_launcher_says() -> None:
-    script = "trap 'exit 1' INT; kill -INT $PPID; sleep 20"
+    script = "trap 'exit 1' INT; kill -INT $PPID; for i in $(seq 100); do sleep 0.1; done"
     launch = "import sys; from lockstep.cli import launcher; from lockstep.comm.launchers import Command"
     line = [sys.executable, "-c", f"{launch}; sys.exit(launcher.run(Command(('sh', '-c', sys.argv[1]))))", script]
     assert subprocess.run(line, env=environment(), timeout=60).returncode == 130

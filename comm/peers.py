@@ -144,13 +144,13 @@ class Peers:
 
     def _unclear(self, reports: dict[int, Report]) -> str:
         """What to say where there is no suspect."""
+        mine = self._transport.pulse.read()
         silent = ", ".join(f"rank {peer.rank} on {peer.host}" for peer in self.others if peer.rank not in reports)
         if silent:
-            waited = self._transport.pulse.read()
-            return f"{silent} did not answer, or the link to it is dead; this rank waited {waited}"
-        for rank, report in sorted(reports.items(), key=lambda one: one[1].beat.sequence):
-            if report.state == "gone":
-                return f"rank {rank} gave up first: last seen {report.beat}"
+            return f"{silent} did not answer, or the link to it is dead; this rank waited {mine}"
+        rank, last = min(reports.items(), key=lambda one: one[1].beat.sequence)
+        if last.beat.sequence < mine.sequence or last.state == "gone":
+            return f"rank {rank} {'is behind' if last.state == 'alive' else 'has ended too'}: last seen {last.beat}"
         return "no rank is dead or behind: all wait for each other"
 
     def _look(self) -> dict[int, Report]:
@@ -163,7 +163,8 @@ class Peers:
 def suspects(reports: dict[int, Report], mine: int) -> dict[int, str]:
     """Ranks that one at its collective number `mine` may wait for in vain, and what to say of each.
 
-    The dead before the stopped, the stopped before the late: the ones may be the others' cause. None that gave up.
+    The dead before the stopped, the stopped before the late: the ones may be the others' cause. None that gave up, or
+    that itself waits in an earlier collective.
     """
     beats = {rank: report.beat for rank, report in sorted(reports.items())}
     dead = [rank for rank in beats if reports[rank].state == "gone" and not beats[rank].gave_up]
@@ -173,7 +174,11 @@ def suspects(reports: dict[int, Report], mine: int) -> dict[int, str]:
     stopped = [rank for rank in beats if reports[rank].state == "stopped"]
     if stopped:
         return {rank: f"rank {rank} is stopped: {beats[rank]}" for rank in stopped}
-    late = [rank for rank in beats if reports[rank].state == "alive" and beats[rank].sequence < mine]
+    late = [
+        rank
+        for rank, beat in beats.items()
+        if reports[rank].state == "alive" and beat.sequence < mine and not beat.inside
+    ]
     return {rank: f"rank {rank} is behind: {beats[rank]}" for rank in late}
 
 

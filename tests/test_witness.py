@@ -237,8 +237,11 @@ def test_the_address_is_that_of_gloo_s_interface(monkeypatch: pytest.MonkeyPatch
     assert mail.own_host() != HERE  # where others could not ask
 
 
-def beat(sequence: int, *, gave_up: bool = False) -> Beat:
-    return Beat("a", "verify", 2, sequence, "all-reduce", "exit", True, 0.0, gave_up)
+def report(state: str, sequence: int) -> Report:
+    """As of a rank that gave up where `state` ends so, that waits in its collective where it begins so."""
+    inside, gave_up = state.startswith("waits"), state.endswith("gave up")
+    beat = Beat("a", "verify", 2, sequence, "all-reduce", "exit", inside, 0.0, gave_up)
+    return Report("gone" if gave_up else "alive" if inside else state, beat)
 
 
 @pytest.mark.parametrize(
@@ -246,18 +249,17 @@ def beat(sequence: int, *, gave_up: bool = False) -> Beat:
     [
         ({1: ("gone", 6), 2: ("gone", 5), 3: ("stopped", 4)}, {2: "has ended: last seen"}),
         ({1: ("alive", 3), 2: ("stopped", 6), 3: ("stopped", 7)}, {2: "is stopped:", 3: "is stopped:"}),
-        ({1: ("alive", 7), 2: ("alive", 6), 3: ("alive", 8)}, {2: "is behind:"}),
-        ({1: ("gone", -6), 2: ("gone", 7)}, {2: "has ended: last seen"}),
-        ({1: ("gone", -6), 2: ("stopped", 7)}, {2: "is stopped:"}),
-        ({1: ("gone", -6), 2: ("alive", 7)}, {}),
+        ({1: ("alive", 7), 2: ("alive", 6), 3: ("waits", 6)}, {2: "is behind:"}),
+        ({1: ("gave up", 6), 2: ("gone", 7)}, {2: "has ended: last seen"}),
+        ({1: ("gave up", 6), 2: ("stopped", 7)}, {2: "is stopped:"}),
+        ({1: ("gave up", 6), 2: ("alive", 7)}, {}),
     ],
 )
 def test_the_dead_come_before_the_stopped_and_these_before_the_late(
     reports: dict[int, tuple[str, int]], says: dict[int, str]
 ) -> None:
-    """A negative sequence number is that of a rank that gave up."""
-    told = {rank: Report(state, beat(abs(n), gave_up=n < 0)) for rank, (state, n) in reports.items()}
-    assert suspects(told, 7) == {
-        rank: f"rank {rank} {says[rank]} on a in verify, round 2, in collective {reports[rank][1]} (all-reduce at exit)"
+    assert suspects({rank: report(*told) for rank, told in reports.items()}, 7) == {
+        rank: f"rank {rank} {says[rank]} on a in verify, round 2, after collective {reports[rank][1]} "
+        "(all-reduce at exit)"
         for rank in says
     }

@@ -112,12 +112,14 @@ def test_it_answers_for_a_rank_that_works(asker: Witness, rank: Callable[..., Ra
 
 
 def test_a_killed_rank_is_gone_and_stays_known_when_its_witness_has_gone_too(
-    asker: Witness, rank: Callable[..., Rank]
+    asker: Witness, rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(witness, "LINGER_S", 5.0)
     one = rank()
     os.kill(one.pid, signal.SIGKILL)
     assert one.said() == ""
-    assert alive(one.witness)  # which keeps nobody waiting who reads to the end
+    time.sleep(0.5)
+    assert alive(one.witness)  # and keeps nobody waiting who reads to the end
     assert how(asker, one) == "gone"
     assert wait_until(lambda: not alive(one.witness), witness.LINGER_S + 5)
     assert how(asker, one) == "gone"
@@ -195,6 +197,7 @@ def test_a_rank_that_ends_in_good_order_takes_its_witness_along(asker: Witness, 
 def test_signals_to_the_rank_s_group_do_not_reach_it(asker: Witness, rank: Callable[..., Rank]) -> None:
     one = rank(then=lambda mine: _in_a_group_of_its_own())
     assert wait_until(lambda: os.getpgid(one.pid) == one.pid)
+    assert how(asker, one) == "alive"
     assert os.getsid(one.witness) == one.witness
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(one.witness, number)

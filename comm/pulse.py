@@ -18,12 +18,15 @@ PAGE = mmap.PAGESIZE
 WHERE = struct.Struct("@qqd?16s80s")  # round, sequence number, when, inside a collective, collective, boundary
 STAGE = struct.Struct("@q16s")  # round, stage
 IDLE = "idle"  # the stage of a rank that waits while others work
-STAGE_AT, HOST_AT, HOST_BYTES = 256, 320, 64
+STAGE_AT, HOST_AT, HOST_BYTES, GAVE_UP_AT = 256, 320, 64, 384
 
 
 @dataclass(frozen=True)
 class Beat:
-    """Where a rank was last: stage and round, the collective, and since when (seconds of its host's clock)."""
+    """Where a rank was last: stage and round, the collective, and since when (seconds of its host's clock).
+
+    `gave_up` says that it ended, or is about to, because of another rank.
+    """
 
     host: str
     stage: str
@@ -33,6 +36,7 @@ class Beat:
     boundary: str
     inside: bool
     when: float
+    gave_up: bool = False
 
     def __str__(self) -> str:
         stage = self.stage or "start"
@@ -96,6 +100,11 @@ class Pulse:
     def leave(self) -> None:
         self._write(False)
 
+    def give_up(self) -> None:
+        """This rank is about to end because of another one."""
+        if not self._page.closed:
+            self._page[GAVE_UP_AT] = 1
+
     def _write(self, inside: bool) -> None:
         if not self._page.closed:
             WHERE.pack_into(self._page, 0, self._round, self._sequence, time.monotonic(), inside, *self._last)
@@ -105,7 +114,8 @@ class Pulse:
         round, stage = STAGE.unpack_from(self._page, STAGE_AT)
         host = self._page[HOST_AT : HOST_AT + HOST_BYTES]
         where = _text(collective), _text(boundary)
-        return Beat(_text(host) or socket.gethostname(), _text(stage), round, sequence, *where, inside, when)
+        gave_up = bool(self._page[GAVE_UP_AT])
+        return Beat(_text(host) or socket.gethostname(), _text(stage), round, sequence, *where, inside, when, gave_up)
 
 
 def _text(raw: bytes) -> str:

@@ -33,6 +33,7 @@ from lockstep.comm.supervise import (
     supervise,
 )
 from lockstep.comm.wiring import Wiring
+from lockstep.comm.witness import Witness, witness
 
 if TYPE_CHECKING:
     from lockstep.comm.group import Group
@@ -137,9 +138,13 @@ def run_as_rank(
     rank, size = launched
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a launcher that is killed leaves us behind
-    pulse = Pulse.new()
-    group = _join(rank, size, device, timeout_s, None, _threads(), wiring, pulse)
-    peers = _meet(group)
+    threads, pulse = _threads(), Pulse.new()
+    beside = witness(rank, size, pulse, timeout_s)
+    group = _join(rank, size, device, timeout_s, None, threads, wiring, pulse)
+    peers = _meet(group, beside)
+    if beside and (peers is None or peers.are_here):
+        beside.dismiss()
+        beside = None
 
     def emit(event: Any) -> None:
         if on_event:
@@ -160,16 +165,18 @@ def run_as_rank(
             peers.close()
         pulse.close()
     group.close()
+    if beside:
+        beside.dismiss()
     return value if rank == 0 else None
 
 
-def _meet(group: Group) -> Peers | None:
+def _meet(group: Group, beside: Witness | None) -> Peers | None:
     """Know the other ranks of a launcher by name and place."""
     if group.transport is None:
         return None
     from lockstep.comm.peers import Peers
 
-    peers = Peers(group.transport)
+    peers = Peers(group.transport, beside)
     peers.answer_sigterm()
     group.hosts = peers.hosts
     return peers

@@ -24,6 +24,7 @@ MODULE = "lockstep.cli"
 AGREED_PORT = 29500  # of a run on several hosts that are started apart, where none was given
 # What of this environment ranks on other hosts get, by its beginnings; deepspeed itself sends PYTHON* and little more.
 SENT = ("GLOO_", "NCCL_", "TORCH_", "OMP_", "MKL_", "KMP_", "DS_ACCELERATOR")
+DEVICES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of which torch needs one for CUDA or ROCm
 HOSTFILE_LINE = re.compile(r"(\S+)\s+slots=([1-9]\d*)\s*(#.*)?$")
 
 
@@ -143,25 +144,26 @@ def _deepspeed(plan: Plan, devices: str | None) -> Command:
     # --no_local_rank: else it puts --local_rank before the sub-command.
     module = ("--no_local_rank", "--module", MODULE, *plan.arguments)
     runner = (sys.executable, "-m", "deepspeed.launcher.runner", "--quiet")
+    here = _threads() | _accelerator(plan.arguments)
     without = ("CUDA_VISIBLE_DEVICES",)  # it takes the variable for a list of slots, and sets it for each rank
     if plan.hosts.only_here:  # and so without a hostfile, which would make it ask for ssh (CASES F4)
         port = ("--master_port", str(plan.master_port or free_port()))
         local = (*runner, "--hostfile", "", *_slots(plan.ranks, devices), *port)
-        return Command((*local, *module), _threads() | _loopback(), without)
+        return Command((*local, *module), here | _loopback(), without)
     if plan.hosts.file is None:
         # What the runner would start on this host, over ssh, had it a hostfile.
         world = {name: list(range(slots)) for name, slots in zip(plan.hosts.names, plan.hosts.slots, strict=True)}
         encoded = base64.urlsafe_b64encode(json.dumps(world).encode()).decode()
         node = ("--world_info", encoded, "--node_rank", str(_node_rank(plan)), "--master_addr", _master(plan))
         launch = (sys.executable, "-m", "deepspeed.launcher.launch", "--quiet", *node)
-        return Command((*launch, "--master_port", str(_agreed(plan)), *module), _threads(), without)
+        return Command((*launch, "--master_port", str(_agreed(plan)), *module), here, without)
     hosts = (*runner, "--hostfile", str(plan.hosts.file))
     alone = plan.over_ssh and _master(plan) == socket.gethostname()  # nobody else has to know the port beforehand
     agreed = plan.master_port or (free_port() if alone else AGREED_PORT)
     meet = ("--master_addr", _master(plan), "--master_port", str(agreed))
     if not plan.over_ssh:
         apart = ("--no_ssh", "--node_rank", str(plan.node_rank))
-        return Command((*hosts, *apart, *meet, *module), _threads(), without)
+        return Command((*hosts, *apart, *meet, *module), here, without)
     # -N: pdsh puts no host's name before each line. --quiet is for what runs on each host; the runner does not send its
     # own there, but takes what follows the two dashes for the script's name.
     over_ssh = ("--force_multi", *meet, "--no_local_rank", "--no_python", "--launcher_args=-N", "--", "--quiet")
@@ -265,6 +267,12 @@ def free_port() -> int:
 def _threads() -> dict[str, str]:
     """One thread per rank, as everywhere, unless the user has said otherwise."""
     return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+
+
+def _accelerator(arguments: Sequence[str]) -> dict[str, str]:
+    """What deepspeed would else find out, and say on standard output, where a result may go."""
+    cpu = option(arguments, "--device") == "cpu" or not any(Path(device).exists() for device in DEVICES)
+    return {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")} if cpu else {}
 
 
 def _loopback() -> dict[str, str]:

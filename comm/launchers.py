@@ -117,7 +117,8 @@ def _local(plan: Plan) -> Command:
 
 
 def _torchrun(plan: Plan) -> Command:
-    torchrun = (sys.executable, "-m", "torch.distributed.run")
+    # --log-dir: else each run leaves a folder, though nothing is logged there.
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--log-dir", os.devnull)
     module = ("-m", MODULE, *plan.arguments)
     if plan.hosts.only_here:
         here = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(plan.ranks))

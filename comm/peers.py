@@ -62,6 +62,7 @@ class Peers:
         self._account = "lost a rank"
         cards = _exchange(transport)
         self.others = [_peer(rank, card) for rank, card in enumerate(cards) if rank != transport.rank]
+        transport.barrier("meet")  # nobody goes on, and perhaps dies, before all can see it
         transport.on_overdue, transport.is_peer_gone = self._leave, self._is_one_gone
 
     def answer_sigterm(self) -> None:

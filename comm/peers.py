@@ -27,6 +27,7 @@ from lockstep.comm.supervise import PEER_LOST, is_stopped
 from lockstep.comm.transport import Transport
 
 CARD_BYTES = 256
+LOST = "lost a rank"  # the stage of a rank that ends because of another one
 LOOK_S = 1.5  # how long a death may take to show after the collective that it broke
 
 
@@ -41,9 +42,11 @@ class Peer:
     pidfd: int | None
 
     def state(self) -> str:
-        """`gone`, `stopped`, `alive`, or `far` where this host cannot see it."""
+        """`gone`, `stopped`, `alive`, `echo` where it ends because of another, or `far` where this host cannot see."""
         if self.pidfd is None:
             return "far"
+        if self.pulse and self.pulse.read().stage == LOST:
+            return "echo"
         if select.select([self.pidfd], [], [], 0)[0]:
             return "gone"
         return "stopped" if is_stopped(self.pid) else "alive"
@@ -82,6 +85,7 @@ class Peers:
                     with contextlib.suppress(ProcessLookupError, PermissionError):
                         signal.pidfd_send_signal(peer.pidfd, signal.SIGKILL)
             self._account = f"{blame} ({message})"
+            self._transport.pulse.mark(LOST)
             return self._account
 
     def close(self) -> None:
@@ -106,7 +110,8 @@ class Peers:
             return
         if self._telling.acquire(blocking=False):
             with contextlib.suppress(ValueError, OSError):  # closed: the run is over
-                for suspect in self._suspects():
+                self._transport.pulse.mark(LOST)
+                for suspect in list(self._lost()) or self._late():
                     _say(f"{suspect} (this rank was told to end)")
         else:
             time.sleep(2 * LOOK_S)  # the main thread is about to say it, and to end
@@ -123,9 +128,10 @@ class Peers:
     def _blame(self) -> str:
         """Which rank the failed collective waited for, as far as this host can tell."""
         deadline = time.monotonic() + LOOK_S
-        while not (found := list(self._suspects())) and time.monotonic() < deadline:
+        # One that dies closes its connections before it is seen to be gone, and looks late in between.
+        while not (found := list(self._lost())) and time.monotonic() < deadline:
             time.sleep(0.05)
-        if found:
+        if found := found or list(self._late()):
             return "; ".join(found)
         far = [peer for peer in self.others if peer.state() == "far"]
         if far:
@@ -133,19 +139,20 @@ class Peers:
             return f"no rank of this host is to blame: {names} did not answer, or the link to it is dead"
         return "no rank is dead or behind: all wait for each other"
 
-    def _suspects(self) -> Iterator[str]:
-        """The dead before the stopped, the stopped before the late: the ones may be the others' cause."""
-        by_state = {state: [p for p in self.others if p.state() == state] for state in ("gone", "stopped", "alive")}
+    def _lost(self) -> Iterator[str]:
+        """The dead before the stopped, and both before the late: the ones may be the others' cause."""
+        by_state = {state: [p for p in self.others if p.state() == state] for state in ("gone", "stopped")}
         if by_state["gone"]:
             first = min(by_state["gone"], key=lambda peer: peer.pulse.read().sequence if peer.pulse else 0)
             yield f"rank {first.rank} has ended: last seen {first.where()}"
         elif by_state["stopped"]:
             yield from (f"rank {peer.rank} is stopped: {peer.where()}" for peer in by_state["stopped"])
-        else:
-            mine = self._transport.pulse.read().sequence
-            for peer in by_state["alive"]:
-                if peer.pulse and peer.pulse.read().sequence < mine:
-                    yield f"rank {peer.rank} is behind: {peer.where()}"
+
+    def _late(self) -> Iterator[str]:
+        mine = self._transport.pulse.read().sequence
+        for peer in self.others:
+            if peer.state() == "alive" and peer.pulse and peer.pulse.read().sequence < mine:
+                yield f"rank {peer.rank} is behind: {peer.where()}"
 
 
 def _say(line: str) -> None:

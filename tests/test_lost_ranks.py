@@ -35,6 +35,7 @@ TIMEOUT_S = 10.0
 GRACE_S = 5.0
 SLACK_S = 5.0  # for a machine with other work
 LAUNCHER_S = 30.0  # for the launcher to end after its ranks
+START_S = 400.0  # until the strike, on such a machine
 AT_ONCE = 4
 
 
@@ -139,7 +140,7 @@ def _watch(process: subprocess.Popen[bytes], case: Case, notes: Path, traces: Tr
         at = struck.stat().st_mtime if struck.exists() else time.time()
         if any(alive(int(note.read_text() or 0)) for note in others if note.exists()):
             ranks_s = time.time() - at
-        if time.time() > max(at + 2 * (TIMEOUT_S + GRACE_S + LAUNCHER_S), begun + 120):
+        if time.time() > max(at + 2 * (TIMEOUT_S + GRACE_S + LAUNCHER_S), begun + START_S):
             process.kill()
             for pid in traces.processes():
                 os.kill(pid, signal.SIGKILL)

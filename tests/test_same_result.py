@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,3 +87,11 @@ def test_every_launcher_and_comm_gives_the_same_result(
     assert _result(file) == expected[ranks]
     assert traces.settled() == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "tmp"]
+
+
+def test_ninja_is_found_beside_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ninja").touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    deepspeed_wire._find_ninja()
+    assert shutil.which("ninja") == str(tmp_path / "ninja")

@@ -148,7 +148,6 @@ def generate(file: Path, line: list[str], *options: str, **more: str) -> subproc
 @pytest.mark.parametrize(
     ("launcher", "line", "more"),
     [
-        ("deepspeed", [*DEEPSPEED, "--no_local_rank", "--module", "lockstep.cli"], {}),
         ("deepspeed", [*DEEPSPEED, "--module", "lockstep.cli"], {}),  # puts --local_rank before the sub-command
         ("deepspeed", [*DEEPSPEED, "--no_local_rank", "--module", "lockstep.cli"], {"CUDA_VISIBLE_DEVICES": "1"}),
         ("torchrun", [*TORCHRUN, "-m", "lockstep.cli"], {}),

@@ -34,7 +34,7 @@ from lockstep.comm.launchers import Plan, command
 TIMEOUT_S = 10.0
 GRACE_S = 5.0
 SLACK_S = 5.0  # for a machine with other work
-LAUNCHER_S = 30.0  # for the launcher to end after its ranks
+LAUNCHER_S = 60.0  # for the launcher to end after its ranks
 START_S = 400.0  # until the strike, on such a machine
 AT_ONCE = 4
 

@@ -14,11 +14,7 @@ from launched import FULL, LAUNCH, Traces, need
 
 from lockstep.cli import app
 
-TIMES = (
-    {"local": 100, "torchrun": 100, "deepspeed": 100, "mpi": 20}
-    if FULL
-    else dict.fromkeys(("local", "torchrun", "deepspeed", "mpi"), 4)
-)
+TIMES = {"local": 100, "torchrun": 100, "deepspeed": 100, "mpi": 20}
 PROMPTS = ("5,7,9", "50,96,3,4,11")  # in turn, so that two runs at once have different ones
 
 
@@ -34,7 +30,7 @@ def result(file: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("launcher", "times"), TIMES.items())
+@pytest.mark.parametrize(("launcher", "times"), TIMES.items() if FULL else dict.fromkeys(TIMES, 4).items())
 def test_many_launches_leave_nothing_and_do_not_collide(tmp_path: Path, launcher: str, times: int) -> None:
     need(launcher)
     expected = []

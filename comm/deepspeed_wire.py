@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -110,8 +111,15 @@ def _prepare(rank: int, size: int, device: torch.device) -> None:
     probe(PROBE_S)
 
 
+def _find_ninja() -> None:
+    """pip puts it beside this interpreter, where PATH need not lead."""
+    if shutil.which("ninja") is None:
+        os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+
+
 def probe(timeout_s: float) -> None:
     """Build, load and call the operator in a child process. Raises UsageError with the last line of what it said."""
+    _find_ninja()
     environment = os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     try:
         child = subprocess.run(

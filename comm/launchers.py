@@ -6,6 +6,7 @@ Pure: nothing is started here, and no launcher is imported.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import re
@@ -127,7 +128,8 @@ def _local(plan: Plan) -> Command:
 
 
 def _torchrun(plan: Plan) -> Command:
-    torchrun = (sys.executable, "-m", "torch.distributed.run")
+    # --log-dir: else each run leaves a folder, though nothing is logged there.
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--log-dir", os.devnull)
     module = ("-m", MODULE, *plan.arguments)
     if plan.hosts.only_here:
         here = ("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(plan.ranks))
@@ -291,7 +293,7 @@ def ranks_of(arguments: Sequence[str]) -> int:
 def option(arguments: Sequence[str], name: str) -> str | None:
     """The value of an option that may be written `--name VALUE` or `--name=VALUE`; the last one counts."""
     found = None
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in itertools.pairwise([*arguments, ""]):
         if argument == name:
             found = following
         elif argument.startswith(f"{name}="):

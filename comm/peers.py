@@ -66,6 +66,7 @@ class Peers:
         self.others = [_peer(rank, card) for rank, card in enumerate(cards) if rank != transport.rank]
         if witness:
             witness.introduce([peer.address for peer in self.others if peer.pidfd is None and peer.address])
+        transport.barrier("meet")  # nobody goes on, and perhaps dies, before all can see it
         transport.on_overdue, transport.is_peer_gone = self._leave, self._is_one_gone
 
     @property

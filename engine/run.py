@@ -35,7 +35,7 @@ def generate(group: Group, emit: Emit, job: Job) -> dict[str, Any]:
     load_s = time.perf_counter() - began
     sequences = sequences_of(job, checkpoint)
     clocks = decode(job, loaded.model, settings, sequences, tell)
-    return {
+    result = {
         "effective": effective(job, checkpoint, settings) | {"weights": loaded.weights},
         "requests": [_request(s) for s in sequences],
         "acceptance": acceptance(sequences, job.draft_tokens),
@@ -43,6 +43,9 @@ def generate(group: Group, emit: Emit, job: Job) -> dict[str, Any]:
         "ledger": group.ledger.rows(),
         "notes": [*job.strategy.notes, *loaded.notes, *about_weights(job, loaded, group)],
     }
+    group.mark("end")
+    group.barrier("end")  # there is no result where a rank is lost before it is done
+    return result
 
 
 def decode(job: Job, model: Model, settings: Settings, sequences: list[Sequence], emit: Emit) -> list[Clock]:

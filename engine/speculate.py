@@ -64,6 +64,7 @@ class Batch:
         """Chunks of the prompts; yields a sequence when its first token is committed."""
         chunk = self.settings.prefill_chunk
         longest = max(len(s.prompt) for s in self.sequences)
+        self.settings.group.mark("prefill", 0)
         for start in range(0, longest, chunk):
             parts = [list(s.prompt[start : start + chunk]) for s in self.sequences]
             out = self._forward(parts, "prefill")

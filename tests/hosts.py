@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 import relay
-from test_launchers import environment
+from launched import environment
 
 LINK, SLOW = "lockstep", "slow"  # the veth pair, and what `slow_link` adds to it
 NETWORK = {LINK: "10.77.9", SLOW: "10.77.10"}

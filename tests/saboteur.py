@@ -1,10 +1,14 @@
 """What kills or stops one rank at one place: in the ranks of this process, or as `-m saboteur` in those of a launcher.
 
 A place is a stage, and where that has collectives one of them: `verify` is the first collective of the second verify.
+`-m saboteur` reads SABOTAGE, which is CULPRIT:PLACE:HOW, and writes into the folder SABOTAGE_NOTES: each rank's process
+number as `rank-N`, and `struck` when it strikes. With SABOTAGE_AFTER it strikes in the second batch, once that file,
+the first one's finished requests, is there.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import sys
@@ -13,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.comm.pulse import Pulse
+from lockstep.comm.world import rank_of_launcher
 
 PLACES = ("load", "prefill", "verify", "draft", "exit", "write")
 HOW: dict[str, Callable[[], None]] = {
@@ -32,16 +37,23 @@ def sabotage(rank_of: Callable[[], int], culprit: int, place: str, how: str) -> 
     """Make Pulse strike when `culprit` is at `place`. Returns what it was."""
     mark, enter = Pulse.mark, Pulse.enter
     done: list[bool] = []
+    batches: list[int] = []
+    after = os.environ.get("SABOTAGE_AFTER")
 
     def strike(pulse: Pulse, here: bool) -> None:
-        if here and not done and rank_of() == culprit:
+        if here and not done and rank_of() == culprit and len(batches) >= (2 if after else 0):
+            while after and not Path(after).exists():  # our own launcher's parent writes it when it comes to that
+                time.sleep(0.01)
             done.append(True)
-            if "SABOTAGE_STRUCK" in os.environ:
-                Path(os.environ["SABOTAGE_STRUCK"]).touch()  # for a test to see when
+            _note("struck")
             HOW[how]()
 
     def marked(pulse: Pulse, stage: str, round: int | None = None) -> None:
         mark(pulse, stage, round)
+        if stage == "start":
+            _note(f"rank-{rank_of()}", str(os.getpid()))
+        if stage == "prefill" and round == 0:
+            batches.append(len(batches))
         strike(pulse, {"load": "load", "write": "end"}.get(place) == stage)
 
     def entered(pulse: Pulse, collective: str, boundary: str) -> None:
@@ -58,13 +70,21 @@ def restore(was: tuple[object, object]) -> None:
     Pulse.mark, Pulse.enter = was  # type: ignore[method-assign, assignment]
 
 
+def _note(name: str, text: str = "") -> None:
+    if "SABOTAGE_NOTES" in os.environ:
+        Path(os.environ["SABOTAGE_NOTES"], name).write_text(text)
+
+
+def _rank() -> int:
+    """Of a launcher, or of our own: those have a name. -1 in their parent."""
+    launched = rank_of_launcher()
+    name = multiprocessing.current_process().name.rpartition("lockstep-rank-")[2]
+    return launched[0] if launched else int(name) if name.isdecimal() else -1
+
+
 if __name__ == "__main__":
     from lockstep.cli.app import main
-    from lockstep.comm.world import rank_of_launcher
 
     culprit, place, how = os.environ["SABOTAGE"].split(":")
-    launched = rank_of_launcher()
-    assert launched
-    Path(os.environ["SABOTAGE_PIDS"], str(os.getpid())).touch()  # for a test to see that none is left
-    sabotage(lambda: launched[0], int(culprit), place, how)
+    sabotage(_rank, int(culprit), place, how)
     sys.exit(main())

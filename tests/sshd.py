@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Hosts
-from test_launchers import environment
+from launched import environment
 from test_world import wait_until
 
 HOSTS = "127.0.0.1 localhost\n10.77.9.1 host-0\n10.77.9.2 host-1\n"

@@ -12,8 +12,8 @@ from typing import Any
 
 import checkpoints
 import pytest
+from launched import environment, need
 from runs import job
-from test_launchers import environment, need
 
 from lockstep.cli import app
 from lockstep.comm import launchers
@@ -128,12 +128,11 @@ def test_what_had_finished_before_a_rank_was_lost_is_kept(model: Path, prompts: 
     out = tmp_path / "out"
     arguments = ["compare", str(model), *RUN, "--prompts", str(prompts), "--tp", "1,2", "--out", str(out)]
     line = command(Plan("torchrun", 2, tuple(arguments)))
-    (tmp_path / "pids").mkdir()
     ran = subprocess.run(
         ["saboteur" if word == launchers.MODULE else word for word in line.argv],
         capture_output=True,
         text=True,
-        env=environment(SABOTAGE="1:verify:kill", SABOTAGE_PIDS=str(tmp_path / "pids")) | line.environment,
+        env=environment(SABOTAGE="1:verify:kill") | line.environment,
         timeout=300,
     )
     assert ran.returncode != 0

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_launchers import environment, need
+from launched import environment, need
 
 from lockstep.comm import clock
 from lockstep.comm.crew import Crew

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_launchers import environment, need
+from launched import environment, need
 
 from lockstep.cli import app
 from lockstep.comm.errors import UsageError

@@ -1,51 +1,23 @@
-"""`lockstep launch` starts the right ranks, with every launcher the result is the same, and lost ranks are named."""
+"""`lockstep launch` writes the right command lines, and the launchers' own commands start the right ranks too."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import checkpoints
 import pytest
-import saboteur
-from rich.console import Console
-from rich.table import Table
-from test_world import alive, wait_until
+from launched import LAUNCH, RUN, environment, need
 
 from lockstep.cli import app
-from lockstep.comm import launchers
 from lockstep.comm.errors import UsageError
-from lockstep.comm.launchers import Hosts, Plan, command, hosts_of, read_hostfile
-
-ROOT = Path(__file__).parent.parent
-FULL = "LOCKSTEP_ALL_FAULTS" in os.environ  # every launcher, rank, place and fault: many minutes
-RUN = ["--prompt-ids", "5,7,9", "--prompt-ids", "50,96,3,4,11", "--max-new-tokens", "12", "--ignore-eos"]
-HAS = {
-    "torchrun": True,
-    "deepspeed": importlib.util.find_spec("deepspeed") is not None,
-    "mpi": importlib.util.find_spec("mpi4py") is not None and Path(sys.executable).with_name("mpiexec").exists(),
-}
+from lockstep.comm.launchers import Hosts, Plan, command, free_port, hosts_of, read_hostfile
 
 
-def need(launcher: str) -> None:
-    if not HAS.get(launcher, True):
-        pytest.skip(f"{launcher} is not installed here")
-
-
-def environment(**more: str) -> dict[str, str]:
-    drop = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "CUDA_VISIBLE_DEVICES")
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    return {k: v for k, v in os.environ.items() if k not in drop} | {"PYTHONPATH": path} | more
-
-
-# --------------------------------------------------------------------------------------------------- command lines
 def argv(launcher: str, ranks: int, devices: str | None = None, **more: Any) -> list[str]:
     return list(command(Plan(launcher, ranks, ("generate", "m", "--tp", str(ranks)), **more), devices=devices).argv)
 
@@ -56,6 +28,7 @@ def test_one_host() -> None:
     torchrun = argv("torchrun", 2)
     assert torchrun[-6:] == ["-m", "lockstep.cli", *end]
     assert "--standalone" in torchrun
+    assert " --log-dir /dev/null " in " ".join(torchrun)
     assert " --nproc-per-node 2 " in " ".join(torchrun)
     deepspeed = argv("deepspeed", 2)
     assert deepspeed[-7:] == ["--no_local_rank", "--module", "lockstep.cli", *end]
@@ -154,104 +127,61 @@ def test_a_dry_run_is_a_command_line_for_a_shell(capsys: pytest.CaptureFixture[s
     assert split.stdout.splitlines()[-4:] == ["--prompt", "a 'b'", "--tp", "2"]
 
 
-# ------------------------------------------------------------------------------------------------------- real runs
-@pytest.fixture(scope="module")
-def model() -> Path:
-    return checkpoints.cached("deepseek_v3")
-
-
-def launched(model: Path, file: Path, launcher: str, *options: str) -> dict[str, Any]:
-    """The result of a real launch; its timings are dropped."""
-    line = [sys.executable, "-m", "lockstep.cli", "launch", "--launcher", launcher, "--", "generate", str(model), *RUN]
-    ran = subprocess.run(
-        [*line, "--tp", "2", "--json", str(file), "--timeout", "60", *options],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr
-    result: dict[str, Any] = json.loads(file.read_text())
-    del result["timings"]
-    return result
-
-
-@pytest.mark.parametrize(
-    ("launcher", "comm"),
-    [("local", "deepspeed"), ("deepspeed", "deepspeed"), ("mpi", "mpi")]
-    + ([("torchrun", "torch"), ("torchrun", "deepspeed"), ("deepspeed", "torch"), ("mpi", "torch")] if FULL else []),
-)
-def test_every_launcher_and_comm_gives_the_same_result(model: Path, tmp_path: Path, launcher: str, comm: str) -> None:
-    need(launcher)
-    need(comm)
-    shared = set(os.listdir("/dev/shm"))
-    file = tmp_path / "result.json"
-    assert app.main(["generate", str(model), *RUN, "--tp", "2", "--json", str(file)]) == 0
-    expected = json.loads(file.read_text())
-    del expected["timings"]
-    assert launched(model, file, launcher, "--comm", comm) == expected
-    assert [f.name for f in tmp_path.iterdir()] == ["result.json"]
-    assert set(os.listdir("/dev/shm")) == shared
-
-
-TIMEOUT_S = 10.0
-SLACK_S = 15.0  # for the launcher to notice, on a machine with other work
-LAUNCHED = ("torchrun", "deepspeed", "mpi")
-CASES = [
-    (launcher, culprit, place, how)
-    for launcher in LAUNCHED
-    for place in saboteur.PLACES
-    for culprit in (0, 1)
-    for how in ("kill", "stop")
-]
-FEW = [("torchrun", 0, "draft", "stop"), ("deepspeed", 1, "exit", "kill")]
-PLACE = {"load": "load", "prefill": "prefill", "verify": "verify", "draft": "draft", "exit": "(draft|verify)"}
-
-
-@pytest.fixture(scope="module")
-def table() -> Any:
-    table = Table("launcher", "culprit", "place", "how", "code", "seconds", "said", box=None)
-    yield table
-    Console(width=240).print(table)
-
-
-@pytest.mark.parametrize(("launcher", "culprit", "place", "how"), CASES if FULL else FEW)
-def test_a_launcher_s_lost_rank_is_named_and_all_end(
-    model: Path, tmp_path: Path, table: Table, launcher: str, culprit: int, place: str, how: str
-) -> None:
-    need(launcher)
-    shared = set(os.listdir("/dev/shm"))
-    pids, struck, file = tmp_path / "pids", tmp_path / "struck", tmp_path / "result.json"
-    pids.mkdir()
-    arguments = ["generate", str(model), *RUN, "--tp", "2", "--strategy", "sp-late", "--json", str(file)]
-    arguments += ["--timeout", f"{TIMEOUT_S:g}"]
-    line = command(Plan(launcher, 2, tuple(arguments)))
-    sabotage = {"SABOTAGE": f"{culprit}:{place}:{how}", "SABOTAGE_PIDS": str(pids), "SABOTAGE_STRUCK": str(struck)}
-    ran = subprocess.run(
-        ["saboteur" if word == launchers.MODULE else word for word in line.argv],
-        capture_output=True,
-        text=True,
-        env=environment(**sabotage) | line.environment,
-        timeout=400,
-    )
-    took = time.time() - struck.stat().st_mtime
-    said = re.findall(
-        rf"lockstep: .*(rank {culprit} (?:has ended|is stopped): .*) \((?:this rank|[a-z-]+ at)", ran.stderr
-    )
-    table.add_row(launcher, str(culprit), place, how, str(ran.returncode), f"{took:.0f}", " | ".join(said))
-    assert ran.returncode != 0
-    assert len(list(pids.iterdir())) == 2
-    assert wait_until(lambda: not any(alive(int(pid.name)) for pid in pids.iterdir()))
-    assert set(os.listdir("/dev/shm")) == shared
-    if place == "write":
-        assert not file.exists() or json.loads(file.read_text())["requests"]
-        return
-    assert not file.exists()
-    assert said, ran.stderr
-    assert re.search(rf"on \S+ in {PLACE[place]}", said[0])
-    assert took < TIMEOUT_S + 5 + SLACK_S
-
-
 def test_hosts_that_are_here() -> None:
     assert Hosts().only_here
     assert not Hosts(("elsewhere",), (1,)).only_here
+
+
+# --------------------------------------------------------------------------------------- the launchers' own commands
+BESIDE = Path(sys.executable).parent
+DEEPSPEED = [str(BESIDE / "deepspeed"), "--num_gpus", "2", "--master_port", "PORT"]
+ONE = [str(BESIDE / "deepspeed"), "--master_port", "PORT", "--no_local_rank"]
+TORCHRUN = [str(BESIDE / "torchrun"), "--standalone", "--nproc-per-node", "2", "--log-dir", os.devnull]
+
+
+def generate(file: Path, line: list[str], *options: str, **more: str) -> subprocess.CompletedProcess[str]:
+    line = [str(free_port()) if word == "PORT" else word for word in line]
+    line = [*line, "generate", str(checkpoints.cached("deepseek_v3")), *RUN, "--json", str(file), *options]
+    return subprocess.run(line, capture_output=True, text=True, env=environment(**more), timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "line", "more"),
+    [
+        ("deepspeed", [*DEEPSPEED, "--module", "lockstep.cli"], {}),  # puts --local_rank before the sub-command
+        ("deepspeed", [*DEEPSPEED, "--no_local_rank", "--module", "lockstep.cli"], {"CUDA_VISIBLE_DEVICES": "1"}),
+        ("torchrun", [*TORCHRUN, "-m", "lockstep.cli"], {}),
+    ],
+)
+def test_a_launcher_s_own_command_starts_the_ranks(
+    tmp_path: Path, launcher: str, line: list[str], more: dict[str, str]
+) -> None:
+    need(launcher)
+    ran = generate(tmp_path / "result.json", line, **more)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads((tmp_path / "result.json").read_text())["effective"]["tp"] == 2
+
+
+def test_devices_that_deepspeed_would_take_for_slots_are_no_matter_on_a_cpu(tmp_path: Path) -> None:
+    need("deepspeed")
+    line = [*LAUNCH, "--launcher", "deepspeed", "--"]
+    ran = generate(tmp_path / "result.json", line, "--tp", "2", "--device", "cpu", CUDA_VISIBLE_DEVICES="1")
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("launcher", "line", "ranks", "code", "says"),
+    [
+        ("deepspeed", [*ONE, "--module", "lockstep.cli"], 2, 2, "the launcher started 1 rank, but --tp is 2: start 2"),
+        ("torchrun", [*TORCHRUN, "-m", "lockstep.cli"], 3, 1, "the launcher started 2 ranks, but --tp is 3: start 3"),
+    ],
+)
+def test_another_number_of_ranks_than_tp_is_one_line(
+    tmp_path: Path, launcher: str, line: list[str], ranks: int, code: int, says: str
+) -> None:
+    need(launcher)
+    ran = generate(tmp_path / "result.json", line, "--tp", str(ranks))
+    assert ran.returncode == code, ran.stderr
+    (said,) = [row for row in ran.stderr.splitlines() if row.startswith("lockstep: ")]
+    assert says in said
+    assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ from pathlib import Path
 import checkpoints
 import pytest
 from hosts import LINK, Hosts, ip
-from test_launchers import RUN, need
+from launched import RUN, need
 
 from lockstep.cli import app
 from lockstep.comm import launchers
@@ -73,11 +73,11 @@ def test_a_lost_rank_is_named_by_the_other_host_and_both_launchers_end(
     hosts: Hosts, model: Path, tmp_path: Path, launcher: str, ranks: int, culprit: int, place: str, how: str
 ) -> None:
     need(launcher)
-    pids, struck, file = tmp_path / "pids", tmp_path / "struck", tmp_path / "result.json"
-    pids.mkdir()
+    notes, file = tmp_path / "notes", tmp_path / "result.json"
+    notes.mkdir()
     command = ("generate", str(model), *RUN, "--strategy", "sp-late", "--json", str(file), "--tp", str(ranks))
     command += ("--timeout", f"{TIMEOUT_S:g}")
-    sabotage = {"SABOTAGE": f"{culprit}:{place}:{how}", "SABOTAGE_PIDS": str(pids), "SABOTAGE_STRUCK": str(struck)}
+    sabotage = {"SABOTAGE": f"{culprit}:{place}:{how}", "SABOTAGE_NOTES": str(notes)}
     started = []
     try:
         for i in range(2):
@@ -100,7 +100,7 @@ def test_a_lost_rank_is_named_by_the_other_host_and_both_launchers_end(
     for i, (out, _) in enumerate(results):
         assert "left:" not in out
         code, when = re.findall(r"ended (\d+) at (\S+)", out)[-1]
-        took = float(when) - struck.stat().st_mtime
+        took = float(when) - (notes / "struck").stat().st_mtime
         print(f"host-{i}: exit code {code} after {took:.1f} s")
         assert code != "0"
         assert took < TIMEOUT_S + 5 + SLACK_S

@@ -14,8 +14,8 @@ from pathlib import Path
 import checkpoints
 import pytest
 from hosts import LINK, Hosts
+from launched import RUN, need
 from sshd import SshHosts, need_ssh
-from test_launchers import RUN, need
 from test_world import wait_until
 
 from lockstep.cli import app

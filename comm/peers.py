@@ -62,7 +62,7 @@ class Peers:
         """Meet: a collective."""
         self._transport, self._telling = transport, threading.Lock()
         self._alarm: int | None = None
-        self._account = "lost a rank"
+        self._account = ""
         cards = _exchange(transport)
         self.others = [_peer(rank, card) for rank, card in enumerate(cards) if rank != transport.rank]
         transport.barrier("meet")  # nobody goes on, and perhaps dies, before all can see it
@@ -89,7 +89,8 @@ class Peers:
             return self._account
 
     def close(self) -> None:
-        if self._alarm is not None:
+        # After an account SIGTERM, which comes at once, is still answered, or this rank may end before it has said it.
+        if self._alarm is not None and not self._account:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.close(self._alarm)
@@ -108,7 +109,7 @@ class Peers:
         os.close(reader)
         if not number:
             return
-        if self._telling.acquire(blocking=False):
+        if not self._account and self._telling.acquire(blocking=False):
             with contextlib.suppress(ValueError, OSError):  # closed: the run is over
                 self._transport.pulse.mark(LOST)
                 for suspect in list(self._lost()) or self._late():

@@ -60,7 +60,7 @@ class Peers:
         """Meet: a collective."""
         self._transport, self._witness, self._telling = transport, witness, threading.Lock()
         self._alarm: int | None = None
-        self._account = "lost a rank"
+        self._account = ""
         cards = _exchange(transport, witness)
         self.hosts = tuple(str(card["host"]) for card in cards)
         self.others = [_peer(rank, card) for rank, card in enumerate(cards) if rank != transport.rank]
@@ -98,7 +98,8 @@ class Peers:
             return self._account
 
     def close(self) -> None:
-        if self._alarm is not None:
+        # After an account SIGTERM, which comes at once, is still answered, or this rank may end before it has said it.
+        if self._alarm is not None and not self._account:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.close(self._alarm)
@@ -117,7 +118,7 @@ class Peers:
         os.close(reader)
         if not number:
             return
-        if self._telling.acquire(blocking=False):
+        if not self._account and self._telling.acquire(blocking=False):
             with contextlib.suppress(ValueError, OSError):  # closed: the run is over
                 self._transport.pulse.give_up()
                 for said in suspects(self._look(), self._transport.pulse.read().sequence).values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -92,14 +92,18 @@ def command(
     job = replace(job, prompts=tuple(p.ids for p in prompts), device=launch.device(device, num_ranks))
     choices.kernel_of(job, checkpoint.config)
     if not launch.is_root():
-        launch.run(job, timeout_s=timeout, on_event=lambda rank, event: None, wiring=wiring)
+        silent: dict[str, Any] = {"on_event": lambda rank, event: None, "deliver": lambda result: None}
+        launch.run(job, timeout_s=timeout, wiring=wiring, **silent)
         return
     decode = tokenizer.decode if tokenizer else None
     finished = jsonfile.Finished(json_file, job.prompts, decode)
-    result = _run_and_show(job, prompts, decode, timeout, wiring, finished, to_stdout=json_file != "-")
-    if json_file is not None:
-        jsonfile.write(_document(model, result, decode), json_file)
-    finished.remove()
+
+    def write(result: dict[str, Any]) -> None:
+        if json_file is not None:
+            jsonfile.write(_document(model, result, decode), json_file)
+        finished.remove()
+
+    _run_and_show(job, prompts, decode, timeout, wiring, finished, write, to_stdout=json_file != "-")
 
 
 def _run_and_show(
@@ -109,10 +113,11 @@ def _run_and_show(
     timeout: float,
     wiring: Wiring,
     finished: jsonfile.Finished,
+    write: Callable[[dict[str, Any]], None],
     *,
     to_stdout: bool,
-) -> dict[str, Any]:
-    """Run the job; texts go to standard output as they come, the rest to standard error."""
+) -> None:
+    """Run the job and write its result; texts go to standard output as they come, the rest to standard error."""
     from rich.console import Console
 
     from lockstep.cli import launch, summary
@@ -126,14 +131,17 @@ def _run_and_show(
         finished.on_event(event)
         display.on_event(rank, event)
 
-    try:
-        result = launch.run(job, timeout_s=timeout, on_event=on_event, wiring=wiring)
+    def deliver(result: dict[str, Any]) -> None:
         display.finish()
+        display.close()
+        err.print()
+        err.print(summary.table(result, prompts, decode))
+        write(result)
+
+    try:
+        launch.run(job, timeout_s=timeout, on_event=on_event, deliver=deliver, wiring=wiring)
     finally:
         display.close()
-    err.print()
-    err.print(summary.table(result, prompts, decode))
-    return result
 
 
 def _document(model: str, result: dict[str, Any], decode: Decode | None) -> dict[str, Any]:

@@ -69,12 +69,18 @@ def wiring(comm: str, algorithm: str, *, log: bool, check: bool) -> Wiring:
     return Wiring(comm, algorithm, check, log)
 
 
-def run(job: Job, *, timeout_s: float, on_event: OnEvent, wiring: Wiring = Wiring()) -> Result:  # noqa: B008 (frozen)
-    """What `engine.run.generate` returns for `job` on rank 0; nothing on a launcher's other ranks."""
+def run(
+    job: Job,
+    *,
+    timeout_s: float,
+    on_event: OnEvent,
+    deliver: Callable[[Result], None],
+    wiring: Wiring = Wiring(),  # noqa: B008 (frozen)
+) -> None:
+    """Call `deliver` with what `engine.run.generate` returns for `job` on rank 0; a launcher's other ranks wait."""
     from lockstep.engine.run import generate
 
-    result: Result | None = start(generate, (job,), job.tp, job.device, timeout_s, on_event, wiring)
-    return result or {}
+    start(generate, (job,), job.tp, job.device, timeout_s, on_event, wiring, deliver)
 
 
 def start(
@@ -85,8 +91,9 @@ def start(
     timeout_s: float,
     on_event: OnEvent,
     wiring: Wiring = Wiring(),  # noqa: B008 (frozen)
+    deliver: Callable[[Any], None] | None = None,
 ) -> Any:
-    """What `target(group, emit, *args)` returns on rank 0; None on a launcher's other ranks.
+    """What `target(group, emit, *args)` returns on rank 0, after `deliver` of it; None on a launcher's other ranks.
 
     Raises UsageError for bad input that only a rank can find, RankFailed for the rank that failed first, and on a
     launcher's rank PeerLost where another one failed.
@@ -94,16 +101,22 @@ def start(
     launcher = world.rank_of_launcher()
     common: dict[str, Any] = {"args": args, "on_event": on_event, "timeout_s": timeout_s, "device": device}
     if launcher is None and tp > 1:
-        return world.run(target, tp, wiring=wiring, **common)
+        value = world.run(target, tp, wiring=wiring, **common)
+        if deliver:
+            deliver(value)
+        return value
     try:
-        if launcher is None:
-            return target(_alone(device), lambda event: on_event(0, event), *args)
-        return world.run_as_rank(target, wiring=wiring, **common)
+        if launcher is not None:
+            return world.run_as_rank(target, wiring=wiring, deliver=deliver, **common)
+        value = target(_alone(device), lambda event: on_event(0, event), *args)
     except (UsageError, PeerLost, BrokenPipeError, world.RankFailed):
         raise
     except Exception as error:
         rank = launcher[0] if launcher else 0
         raise world.RankFailed(rank, f"{type(error).__name__}: {error}", traceback.format_exc()) from error
+    if deliver:
+        deliver(value)
+    return value
 
 
 def _alone(device: str) -> Group:

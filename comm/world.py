@@ -126,11 +126,13 @@ def run_as_rank(
     timeout_s: float = 60.0,
     device: str = "cpu",
     wiring: Wiring = Wiring(),  # noqa: B008 (frozen)
+    deliver: Callable[[Any], None] | None = None,
 ) -> Any:
     """The same call where a launcher has already made this process a rank; it supervises, and we raise what we see.
 
-    Returns the target's value on rank 0 and None on the others. Each rank hears only its own events. A PeerLost that
-    comes out of here should end the process with code PEER_LOST, so that the launcher's report shows who failed first.
+    Returns the target's value on rank 0 and None on the others. With `deliver` rank 0 calls that with the value while
+    the others wait, so that they see it die or stop. Each rank hears only its own events. A PeerLost that comes out
+    of here should end the process with code PEER_LOST, so that the launcher's report shows who failed first.
     """
     launched = rank_of_launcher()
     if launched is None:
@@ -153,6 +155,11 @@ def run_as_rank(
     try:
         value = target(group, emit, *args)
         group.mark("end")
+        if deliver:
+            if rank == 0:
+                group.mark("write")
+                deliver(value)
+            group.barrier("write")
     except PeerLost as error:
         raise PeerLost(peers.account(str(error)) if peers else str(error)) from error
     except (UsageError, BrokenPipeError):

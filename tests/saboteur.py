@@ -54,7 +54,8 @@ def sabotage(rank_of: Callable[[], int], culprit: int, place: str, how: str) -> 
             _note(f"rank-{rank_of()}", str(os.getpid()))
         if stage == "prefill" and round == 0:
             batches.append(len(batches))
-        strike(pulse, {"load": "load", "write": "end"}.get(place) == stage)
+        writer = culprit == 0 and rank_of_launcher() is not None  # where ranks are our own, their parent writes
+        strike(pulse, {"load": "load", "write": "write" if writer else "end"}.get(place) == stage)
 
     def entered(pulse: Pulse, collective: str, boundary: str) -> None:
         enter(pulse, collective, boundary)

@@ -727,7 +727,7 @@ def test_errors_that_ranks_raise_keep_their_kind(model: Path, monkeypatch: pytes
 
         monkeypatch.setattr("lockstep.engine.run.generate", generate_)
         with pytest.raises(seen):
-            launch.run(job, timeout_s=5, on_event=lambda rank, event: None)
+            launch.run(job, timeout_s=5, on_event=lambda rank, event: None, deliver=lambda result: None)
 
 
 def test_finished_requests_outlive_a_run_that_fails(

@@ -62,6 +62,7 @@ ALL = [
 FEW = [
     Case("local", 2, 1, "write", "kill"),
     Case("torchrun", 2, 0, "draft", "stop"),
+    Case("torchrun", 2, 0, "write", "stop"),
     Case("torchrun", 2, 1, "write", "stop"),
     Case("deepspeed", 2, 1, "exit", "kill"),
     Case("deepspeed", 4, 2, "verify", "stop"),
@@ -76,7 +77,7 @@ WHERE = {
     "verify": rf"on {HERE} in verify, round \d+, in {COLLECTIVE}",
     "draft": rf"on {HERE} in draft, round \d+, in {COLLECTIVE}",
     "exit": rf"on {HERE} in (draft|verify), round \d+, in collective \d+ \([a-z-]+ at mtp\.0\.exit\)",
-    "write": rf"on {HERE} in end, round \d+, after {COLLECTIVE}",
+    "write": rf"on {HERE} in (end|write), round \d+, after {COLLECTIVE}",
 }
 BLAMED = re.compile(r"rank (\d+):? (?:has ended|was killed|is stopped|is behind|hangs)")
 STATE = {"kill": "has ended|was killed by SIGKILL", "stop": "is stopped"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -91,13 +91,18 @@ def command(
     chosen = launch.device(device, 1 if launch.alone() else num_ranks)
     job = replace(job, prompts=tuple(p.ids for p in given), device=chosen)
     plan = Plan(job, cells, judge, checkpoint.config, repeat, trace, timeout, _devices(chosen), wiring)
-    outcomes = _run(plan, Store(out, resume=resume) if launch.is_root() else None, num_ranks)
-    if outcomes is not None:
-        raise typer.Exit(_report(model, plan, outcomes, given, tokenizer, out))
+    code = 0
+
+    def deliver(outcomes: list[Outcome]) -> None:
+        nonlocal code
+        code = _report(model, plan, outcomes, given, tokenizer, out)
+
+    _run(plan, Store(out, resume=resume) if launch.is_root() else None, num_ranks, deliver)
+    raise typer.Exit(code)
 
 
-def _run(plan: Plan, store: Store | None, num_ranks: int) -> list[Outcome] | None:
-    """None on a launcher's ranks other than the first, which have no store either."""
+def _run(plan: Plan, store: Store | None, num_ranks: int, deliver: Callable[[list[Outcome]], None]) -> None:
+    """A launcher's ranks other than the first have no store, and wait until that has delivered."""
     from rich.console import Console
 
     from lockstep.cli import launch
@@ -106,14 +111,17 @@ def _run(plan: Plan, store: Store | None, num_ranks: int) -> list[Outcome] | Non
 
     err = Console(stderr=True, highlight=False)
     steps = Steps(err)
+
+    def done(outcomes: list[Outcome]) -> None:
+        steps.close()
+        deliver(outcomes)
+
     try:
         if store and (launch.alone() or num_ranks == 1):
-            return compare(plan, store, on_step=steps.begin, on_event=steps.on_event)
-        timeout_s, device = plan.timeout_s, plan.job.device
-        found: list[Outcome] | None = launch.start(
-            compare_here, (plan, store), num_ranks, device, timeout_s, steps.on_event, plan.wiring
-        )
-        return found
+            done(compare(plan, store, on_step=steps.begin, on_event=steps.on_event))
+            return
+        where = num_ranks, plan.job.device, plan.timeout_s
+        launch.start(compare_here, (plan, store), *where, steps.on_event, plan.wiring, done)
     except KeyboardInterrupt:
         if store:
             err.print(f"interrupted: what has finished is in {store.folder}; go on with --resume", soft_wrap=True)

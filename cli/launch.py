@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lockstep.comm import world
@@ -100,23 +101,28 @@ def start(
     """
     launcher = world.rank_of_launcher()
     common: dict[str, Any] = {"args": args, "on_event": on_event, "timeout_s": timeout_s, "device": device}
-    if launcher is None and tp > 1:
-        value = world.run(target, tp, wiring=wiring, **common)
-        if deliver:
-            deliver(value)
-        return value
-    try:
-        if launcher is not None:
+    if launcher is not None:
+        with _failure_of(launcher[0]):
             return world.run_as_rank(target, wiring=wiring, deliver=deliver, **common)
-        value = target(_alone(device), lambda event: on_event(0, event), *args)
-    except (UsageError, PeerLost, BrokenPipeError, world.RankFailed):
-        raise
-    except Exception as error:
-        rank = launcher[0] if launcher else 0
-        raise world.RankFailed(rank, f"{type(error).__name__}: {error}", traceback.format_exc()) from error
+    if tp > 1:
+        value = world.run(target, tp, wiring=wiring, **common)
+    else:
+        with _failure_of(0):
+            value = target(_alone(device), lambda event: on_event(0, event), *args)
     if deliver:
         deliver(value)
     return value
+
+
+@contextlib.contextmanager
+def _failure_of(rank: int) -> Iterator[None]:
+    """What goes wrong in a rank that is this process, as a parent would tell it."""
+    try:
+        yield
+    except (UsageError, PeerLost, BrokenPipeError, world.RankFailed):
+        raise
+    except Exception as error:
+        raise world.RankFailed(rank, f"{type(error).__name__}: {error}", traceback.format_exc()) from error
 
 
 def _alone(device: str) -> Group:

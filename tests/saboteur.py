@@ -2,8 +2,8 @@
 
 A place is a stage, and where that has collectives one of them: `verify` is the first collective of the second verify.
 `-m saboteur` reads SABOTAGE, which is CULPRIT:PLACE:HOW, and writes into the folder SABOTAGE_NOTES: each rank's process
-number as `rank-N`, and `struck` when it strikes. With SABOTAGE_AFTER it strikes in the second batch, once that file,
-the first one's finished requests, is there.
+number as `rank-N`, and `struck` when it strikes. With SABOTAGE_AFTER it strikes in the second batch, once that file has
+the first one's finished request; and in `write` once it has the second's too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def sabotage(rank_of: Callable[[], int], culprit: int, place: str, how: str) -> 
 
     def strike(pulse: Pulse, here: bool) -> None:
         if here and not done and rank_of() == culprit and len(batches) >= (2 if after else 0):
-            while after and not Path(after).exists():  # our own launcher's parent writes it when it comes to that
+            # Rank 0 writes it, or our own launcher's parent, when they come to that.
+            while after and _num_lines(Path(after)) < (2 if place == "write" else 1):
                 time.sleep(0.01)
             done.append(True)
             _note("struck")
@@ -69,6 +70,10 @@ def sabotage(rank_of: Callable[[], int], culprit: int, place: str, how: str) -> 
 
 def restore(was: tuple[object, object]) -> None:
     Pulse.mark, Pulse.enter = was  # type: ignore[method-assign, assignment]
+
+
+def _num_lines(file: Path) -> int:
+    return file.read_text().count("\n") if file.exists() else 0
 
 
 def _note(name: str, text: str = "") -> None:

@@ -128,6 +128,22 @@ def test_another_job_is_another_result(compared: Any) -> None:
         assert store.get(f"{cell.label}.0", described(other)) is None
 
 
+def test_ranks_talk_as_asked_and_another_way_is_another_result(ranks: Any, tmp_path: Path) -> None:
+    plan = plan_of(cached("deepseek_v3"), repeat=0)
+    plan = replace(plan, cells=plan.cells[:2], wiring=Wiring("deepspeed", "native"))
+    asked, launched = list[Wiring](), list[str]()
+
+    def launch(*args: Any, wiring: Wiring, **options: Any) -> Any:
+        asked.append(wiring)
+        return launcher(ranks, launched)(*args, **options)
+
+    compare(plan, Store(tmp_path, resume=False), launch=launch)
+    assert set(asked) == {plan.wiring}
+    launched.clear()
+    compare(replace(plan, wiring=Wiring()), Store(tmp_path, resume=True), launch=launch)
+    assert [name for name in launched if name.startswith("measure")] == ["measure tp@2+0"]  # one rank talks to nobody
+
+
 def test_a_reference_that_cannot_run_is_bad_input(tmp_path: Path) -> None:
     plan = plan_of(cached("deepseek_v3"))
     plan = replace(plan, reference=next(c for c in plan.cells if c.tp == 3))

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.comm.errors import UsageError
 from lockstep.comm.group import Group
 from lockstep.comm.pulse import IDLE
 from lockstep.comm.transport import Transport
 from lockstep.comm.wiring import Wiring
 
-BUSY, DONE = -1, 0  # what rank 0 says, where it is not how many ranks do the next step
+BUSY, DONE, FAILED = -1, 0, -2  # what rank 0 says, where it is not how many ranks do the next step
 Emit = Callable[[Any], None]
 
 
@@ -69,9 +70,9 @@ class Crew:
         return value
 
     def serve(self) -> None:
-        """What the other ranks do, until rank 0 is done."""
+        """What the other ranks do, until rank 0 is done. Raises UsageError, of no words, where that cannot go on."""
         whole = self._transport()
-        while (size := self._heard(whole)) != DONE:
+        while (size := self._heard(whole)) > DONE:
             target, args = pickle.loads(self._payload(b"").numpy(force=True).tobytes())
             waiting = self._part(size)[1]
             if self._group.rank < size:
@@ -81,13 +82,15 @@ class Crew:
             self._group.mark(IDLE, 0)
             while self._heard(waiting) == BUSY:
                 pass
+        if size == FAILED:
+            raise UsageError("")  # rank 0 says why
 
     def __enter__(self) -> Crew:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if not self._in_step:  # else they are somewhere in it, and will see that rank 0 has gone
-            self._transport().wait_for_root(self._word(DONE), IDLE)
+            self._transport().wait_for_root(self._word(FAILED if kind else DONE), IDLE)
 
     def _begin(self, size: int, work: bytes) -> Transport | None:
         """Tell the others what comes. Who waits meanwhile can be told so through what is returned."""

@@ -21,14 +21,16 @@ from typing import Annotated
 import typer
 from typer.main import get_command
 
-from lockstep.cli import comm_bench, compare, generate, inspect, launcher, make_checkpoint, report
+from lockstep.cli import comm_bench, compare, exit_codes, generate, inspect, launcher, make_checkpoint, report
 from lockstep.comm.errors import PeerLost, UsageError
 
+LOCAL_RANKS = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")  # of torchrun and deepspeed; of MPIs
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode="rich")
 app.command("generate")(generate.command)
 app.command("compare")(compare.command)
 app.command("report")(report.command)
-app.command("launch")(launcher.command)
+# What follows the command to launch is that command's, with or without a -- before it.
+app.command("launch", context_settings={"allow_interspersed_args": False})(launcher.command)
 app.command("comm-bench")(comm_bench.command)
 app.command("inspect")(inspect.command)
 app.command("make-checkpoint")(make_checkpoint.command)
@@ -62,6 +64,12 @@ def lockstep(
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
+    code = _main(arguments)
+    exit_codes.tell(code)
+    return code
+
+
+def _main(arguments: list[str] | None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -121,7 +129,7 @@ def _run(arguments: list[str]) -> int:
 
 def _refuse(message: str) -> int:
     # Every rank of a launcher finds the same bad input; the first one on each host says so.
-    if message and os.environ.get("LOCAL_RANK", "0") == "0":
+    if message and all(os.environ.get(name, "0") == "0" for name in LOCAL_RANKS):
         _say(_one_line(message))
     return 2
 

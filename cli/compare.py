@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from lockstep.cli.inputs import Prompt
     from lockstep.engine.compare import Outcome, Plan
     from lockstep.engine.prompts import Tokenizer
-    from lockstep.engine.store import Store
     from lockstep.models.checkpoint import Checkpoint
 
 NUM_BUILTIN = 16
@@ -60,7 +60,6 @@ def command(
     from lockstep.engine.compare import Plan
     from lockstep.engine.grid import grid
     from lockstep.engine.prompts import Tokenizer
-    from lockstep.engine.store import Store
 
     names = _listed("--strategies", strategies)
     ranks, drafts = _numbers("--tp", tp, 1, 1024), _numbers("--draft-tokens", draft_tokens, 0, MAX_DRAFT_TOKENS)
@@ -97,34 +96,35 @@ def command(
         nonlocal code
         code = _report(model, plan, outcomes, given, tokenizer, out)
 
-    _run(plan, Store(out, resume=resume) if launch.is_root() else None, num_ranks, deliver)
+    _run(plan, out, resume, num_ranks, deliver)
     raise typer.Exit(code)
 
 
-def _run(plan: Plan, store: Store | None, num_ranks: int, deliver: Callable[[list[Outcome]], None]) -> None:
-    """A launcher's ranks other than the first have no store, and wait until that has delivered."""
+def _run(plan: Plan, out: Path, resume: bool, num_ranks: int, deliver: Callable[[list[Outcome]], None]) -> None:
+    """A launcher's first rank opens the store and delivers; the others wait until it has."""
     from rich.console import Console
 
     from lockstep.cli import launch
     from lockstep.cli.progress import Steps
     from lockstep.engine.compare import compare, compare_here
+    from lockstep.engine.store import Store
 
     err = Console(stderr=True, highlight=False)
-    steps = Steps(err)
+    steps, open_store = Steps(err), partial(Store, out, resume=resume)
 
     def done(outcomes: list[Outcome]) -> None:
         steps.close()
         deliver(outcomes)
 
     try:
-        if store and (launch.alone() or num_ranks == 1):
-            done(compare(plan, store, on_step=steps.begin, on_event=steps.on_event))
+        if launch.alone() or num_ranks == 1:
+            done(compare(plan, open_store(), on_step=steps.begin, on_event=steps.on_event))
             return
         where = num_ranks, plan.job.device, plan.timeout_s
-        launch.start(compare_here, (plan, store), *where, steps.on_event, plan.wiring, done)
+        launch.start(compare_here, (plan, open_store), *where, steps.on_event, plan.wiring, done)
     except KeyboardInterrupt:
-        if store:
-            err.print(f"interrupted: what has finished is in {store.folder}; go on with --resume", soft_wrap=True)
+        if launch.is_root():
+            err.print(f"interrupted: what has finished is in {out}; go on with --resume", soft_wrap=True)
         raise
     finally:
         steps.close()

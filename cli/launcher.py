@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 import os
 import shlex
 import shutil
@@ -17,10 +18,12 @@ from pathlib import Path
 import typer
 
 from lockstep.cli import options
+from lockstep.cli.exit_codes import RANK_FAILED, Codes
 from lockstep.comm import launchers
 from lockstep.comm.errors import UsageError
 
 GRACE_S = 5.0
+PATIENCE_S = 10.0
 PR_SET_CHILD_SUBREAPER = 36
 NEEDS = {"deepspeed": "deepspeed", "mpi": "mpi4py"}
 
@@ -37,8 +40,6 @@ def command(
 ) -> None:
     """Start a command's ranks with a launcher: lockstep launch --launcher deepspeed -- generate demo --tp 2"""
     ranks = launchers.ranks_of(arguments)
-    if arguments[0] == "launch":
-        raise UsageError("launch does not launch itself; give the command to run on every rank, like generate")
     hosts = launchers.hosts_of(ranks, hostfile, nnodes)
     plan = launchers.Plan(launcher, ranks, tuple(arguments), hosts, node_rank, master_addr, master_port)
     line = launchers.command(plan, devices=_devices(launcher, arguments))
@@ -58,11 +59,15 @@ def command(
 
 
 def run(line: launchers.Command) -> int:
-    """Run it to its end and return its exit code. Whatever happens, nothing that it started is left on this host."""
+    """Run it to its end; 0, or the exit code of the rank that failed first.
+
+    Whatever happens, nothing that it started is left on this host.
+    """
     if sys.platform == "linux":
         # What the launcher leaves behind when it dies becomes our child, and not init's.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
-    environment = {k: v for k, v in os.environ.items() if k not in line.without} | line.environment
+    codes = Codes()
+    environment = {k: v for k, v in os.environ.items() if k not in line.without} | line.environment | codes.environment
     sys.stdout.flush()
     started: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
@@ -77,14 +82,28 @@ def run(line: launchers.Command) -> int:
         started.append(process := subprocess.Popen(line.argv, env=environment, start_new_session=True))
         for number in received:  # before it was there
             _forward(process, number)
-        code = process.wait()
+        code = _wait(process, received)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
         _end_children()
+        cause = codes.cause()
+        codes.close()
     if code and received:
-        return 128 + received[0]  # a launcher says 1
-    return code if code >= 0 else 128 - code
+        return 128 + received[0]
+    return cause if code else 0
+
+
+def _wait(process: subprocess.Popen[bytes], received: list[int]) -> int:
+    """Its exit code. After a signal it has PATIENCE_S to end."""
+    until = math.inf
+    while True:
+        try:
+            return process.wait(0.25)
+        except subprocess.TimeoutExpired:
+            until = min(until, time.monotonic() + PATIENCE_S) if received else until
+            if time.monotonic() > until:
+                return RANK_FAILED
 
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

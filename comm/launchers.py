@@ -20,6 +20,8 @@ from pathlib import Path
 
 from lockstep.comm.errors import UsageError
 
+LAUNCHED = ("generate", "compare", "comm-bench")  # the commands that have ranks
+MAX_RANKS = 1024
 LAUNCHERS = ("local", "torchrun", "deepspeed", "mpi")
 MODULE = "lockstep.cli"
 AGREED_PORT = 29500  # of a run on several hosts that are started apart, where none was given
@@ -283,11 +285,17 @@ def _loopback() -> dict[str, str]:
 
 
 def ranks_of(arguments: Sequence[str]) -> int:
-    """The --tp of a command's arguments; of several, as `compare` takes, the largest."""
-    counts = (option(arguments, "--tp") or "").split(",")
-    if not all(count.strip().isdecimal() and int(count) for count in counts):
+    """The --tp of a command's arguments; of several, as `compare` takes, the largest, its --reference included."""
+    if arguments[0] not in LAUNCHED:
+        raise UsageError(f"launch starts the ranks of {', '.join(LAUNCHED)}, and {arguments[0]!r} is none of them")
+    given = option(arguments, "--tp")
+    if given is None:
         raise UsageError("the command to launch needs --tp P, the number of ranks to start")
-    return max(map(int, counts))
+    counts = given.split(",")
+    if not all(count.strip().isdecimal() and 0 < int(count) <= MAX_RANKS for count in counts):
+        raise UsageError(f"--tp {given} of the command to launch is not a number of ranks, 1 to {MAX_RANKS}")
+    reference = re.search(r"@(\d+)\+", option(arguments, "--reference") or "")
+    return max(*map(int, counts), int(reference[1]) if reference else 1)
 
 
 def option(arguments: Sequence[str], name: str) -> str | None:

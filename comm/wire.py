@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.errors import UsageError
+from lockstep.comm.overdue import killed_after
 from lockstep.comm.wiring import COMMS, Wiring
 
 
@@ -71,5 +72,7 @@ def open_wire(
     if wiring.comm == "mpi":
         from lockstep.comm.mpi_wire import MpiWire
 
-        return MpiWire(rank, size, device)
+        late = f"rank {rank} of {size} could not join the group: no end of MPI's start after {timeout_s:g} s"
+        with killed_after(timeout_s, late):
+            return MpiWire(rank, size, device)
     raise UsageError(f"--comm {wiring.comm!r} is not known; use {', '.join(COMMS)}")

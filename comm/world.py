@@ -140,6 +140,8 @@ def run_as_rank(
     rank, size = launched
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a launcher that is killed leaves us behind
+    from lockstep.comm.delivery import deliver as while_others_wait
+
     threads, pulse = _threads(), Pulse.new()
     beside = witness(rank, size, pulse, timeout_s)
     group = _join(rank, size, device, timeout_s, None, threads, wiring, pulse)
@@ -156,10 +158,7 @@ def run_as_rank(
         value = target(group, emit, *args)
         group.mark("end")
         if deliver:
-            if rank == 0:
-                group.mark("write")
-                deliver(value)
-            group.barrier("write")
+            while_others_wait(group, lambda: deliver(value))
     except PeerLost as error:
         raise PeerLost(peers.account(str(error)) if peers else str(error)) from error
     except (UsageError, BrokenPipeError):

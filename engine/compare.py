@@ -104,21 +104,23 @@ def compare(
     return outcomes
 
 
-def compare_here(group: Group, emit: Callable[[Any], None], plan: Plan, store: Store | None) -> list[Outcome] | None:
-    """The same on the ranks of a launcher, which all call this. Rank 0 has the store, and the outcomes.
+def compare_here(
+    group: Group, emit: Callable[[Any], None], plan: Plan, open_store: Callable[[], Store]
+) -> list[Outcome] | None:
+    """The same on the ranks of a launcher, which all call this. Rank 0 opens the store, and has the outcomes.
 
     It emits each Step, and what the steps emit.
     """
     from lockstep.comm.crew import Crew
 
     crew = Crew(group)
-    if store is None:
+    if group.rank:
         crew.serve()
         return None
     plan = replace(plan, hosts=group.hosts)
     with crew:
         return compare(
-            plan, store, launch=crew.call, on_step=emit, on_event=lambda rank, event: emit(event), isolated=False
+            plan, open_store(), launch=crew.call, on_step=emit, on_event=lambda rank, event: emit(event), isolated=False
         )
 
 

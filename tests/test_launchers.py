@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from launched import LAUNCH, RUN, environment, need
 
 from lockstep.cli import app
 from lockstep.comm.errors import UsageError
-from lockstep.comm.launchers import Hosts, Plan, command, free_port, hosts_of, read_hostfile
+from lockstep.comm.launchers import Hosts, Plan, command, free_port, hosts_of, ranks_of, read_hostfile
 
 
 def argv(launcher: str, ranks: int, devices: str | None = None, **more: Any) -> list[str]:
@@ -104,7 +105,10 @@ def test_a_bad_hostfile_is_refused(tmp_path: Path, text: str, says: str) -> None
         ("--nnodes 2 -- generate demo --tp 3", "--tp 3 ranks cannot be shared equally by --nnodes 2"),
         ("--node-rank 1 -- generate demo --tp 2", "--node-rank 1: there is one host"),
         ("--launcher slurm -- generate demo --tp 2", "--launcher 'slurm' is not known; use local, torchrun"),
-        ("-- launch --tp 2", "launch does not launch itself"),
+        ("-- launch --tp 2", "launch starts the ranks of generate, compare, comm-bench, and 'launch' is none of them"),
+        ("inspect demo --tp 2", "and 'inspect' is none of them"),
+        ("-- compare demo --tp 1,x", "--tp 1,x of the command to launch is not a number of ranks, 1 to 1024"),
+        ("-- generate demo --tp 100000", "--tp 100000 of the command to launch is not a number of ranks"),
         ("--hostfile HOSTS -- generate demo --tp=2", "has 2 + 1 slots, and --tp is 2; make them equal"),
     ],
 )
@@ -185,3 +189,43 @@ def test_another_number_of_ranks_than_tp_is_one_line(
     (said,) = [row for row in ran.stderr.splitlines() if row.startswith("lockstep: ")]
     assert says in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_as_many_ranks_as_the_largest_run_needs() -> None:
+    assert ranks_of(["compare", "m", "--tp", "1,4,2"]) == 4
+    assert ranks_of(["compare", "m", "--tp=1", "--reference", "sp-late:gather-sum@8+3"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("told", "own", "code"),
+    [((75, 2, 3), 1, 2), ((75,), 247, 3), ((), 1, 3), ((1,), 1, 1), ((0, 0), 0, 0), ((), -9, 3)],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed_first(told: tuple[int, ...], own: int, code: int) -> None:
+    end = "import os; os.kill(os.getpid(), 9)" if own < 0 else f"raise SystemExit({own})"
+    assert _run(f"from lockstep.cli.exit_codes import tell; [tell(c) for c in {told}]; {end}").wait() == code
+
+
+def test_what_ignores_a_signal_is_ended() -> None:
+    deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN); "
+    started = _run(deaf + "print('up', flush=True); time.sleep(100)")
+    assert started.stdout and started.stdout.readline() == "up\n"
+    started.send_signal(signal.SIGINT)
+    assert started.wait(timeout=30) == 130
+
+
+def _run(code: str) -> subprocess.Popen[str]:
+    """launcher.run, of Python that does `code`, in a process of its own and with little patience."""
+    run = "import sys; from lockstep.cli import launcher; from lockstep.comm.launchers import Command; "
+    run += "launcher.PATIENCE_S = launcher.GRACE_S = 0.3; "
+    run += f"sys.exit(launcher.run(Command((sys.executable, '-c', {code!r}))))"
+    return subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE, text=True, env=environment())
+
+
+def test_bad_input_is_said_by_one_rank_of_each_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+        assert app.main(["generate", "nosuch"]) == 2
+        assert capsys.readouterr().err == ""
+        monkeypatch.delenv(name)

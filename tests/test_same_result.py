@@ -11,7 +11,7 @@ from typing import Any
 
 import checkpoints
 import pytest
-from launched import FULL, LAUNCH, RUN, Traces, need
+from launched import FULL, LAUNCH, RUN, Traces, environment, need
 
 from lockstep.cli import app
 from lockstep.comm import deepspeed_wire
@@ -87,6 +87,14 @@ def test_every_launcher_and_comm_gives_the_same_result(
     assert _result(file) == expected[ranks]
     assert traces.settled() == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "tmp"]
+
+
+def test_ranks_that_are_checked_give_the_same_result(expected: dict[int, dict[str, Any]], tmp_path: Path) -> None:
+    file = tmp_path / "result.json"
+    line = [*LAUNCH, "--launcher", "torchrun", "--", *_command(file, 2), "--check-ranks"]
+    ran = subprocess.run(line, capture_output=True, text=True, env=environment(), timeout=300)
+    assert ran.returncode == 0, ran.stderr
+    assert _result(file) == expected[2]
 
 
 def test_ninja_is_found_beside_the_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from lockstep.comm import launchers
 from lockstep.comm.errors import UsageError
 
 GRACE_S = 5.0
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0  # deepspeed ends what it has started over ssh
 PR_SET_CHILD_SUBREAPER = 36
 NEEDS = {"deepspeed": "deepspeed", "mpi": "mpi4py"}
 
@@ -95,14 +95,14 @@ def run(line: launchers.Command) -> int:
 
 
 def _wait(process: subprocess.Popen[bytes], received: list[int]) -> int:
-    """Its exit code. After a signal it has PATIENCE_S to end."""
+    """Its exit code. After a signal it has PATIENCE_S to end, after a second one no more."""
     until = math.inf
     while True:
         try:
             return process.wait(0.25)
         except subprocess.TimeoutExpired:
             until = min(until, time.monotonic() + PATIENCE_S) if received else until
-            if time.monotonic() > until:
+            if time.monotonic() > until or len(received) > 1:
                 return RANK_FAILED
 
 

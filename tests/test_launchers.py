@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -205,18 +206,21 @@ def test_the_exit_code_is_that_of_the_rank_that_failed_first(told: tuple[int, ..
     assert _run(f"from lockstep.cli.exit_codes import tell; [tell(c) for c in {told}]; {end}").wait() == code
 
 
-def test_what_ignores_a_signal_is_ended() -> None:
+@pytest.mark.parametrize(("patience_s", "signals"), [(0.3, 1), (60, 2)])
+def test_what_ignores_a_signal_is_ended(patience_s: float, signals: int) -> None:
     deaf = "import signal, time; signal.signal(2, signal.SIG_IGN); signal.signal(15, signal.SIG_IGN); "
-    started = _run(deaf + "print('up', flush=True); time.sleep(100)")
+    started = _run(deaf + "print('up', flush=True); time.sleep(100)", patience_s)
     assert started.stdout and started.stdout.readline() == "up\n"
-    started.send_signal(signal.SIGINT)
+    for _ in range(signals):
+        started.send_signal(signal.SIGINT)
+        time.sleep(0.1)
     assert started.wait(timeout=30) == 130
 
 
-def _run(code: str) -> subprocess.Popen[str]:
-    """launcher.run, of Python that does `code`, in a process of its own and with little patience."""
+def _run(code: str, patience_s: float = 30.0) -> subprocess.Popen[str]:
+    """launcher.run, of Python that does `code`, in a process of its own."""
     run = "import sys; from lockstep.cli import launcher; from lockstep.comm.launchers import Command; "
-    run += "launcher.PATIENCE_S = launcher.GRACE_S = 0.3; "
+    run += f"launcher.PATIENCE_S, launcher.GRACE_S = {patience_s}, 0.3; "
     run += f"sys.exit(launcher.run(Command((sys.executable, '-c', {code!r}))))"
     return subprocess.Popen([sys.executable, "-c", run], stdout=subprocess.PIPE, text=True, env=environment())
 
